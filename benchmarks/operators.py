@@ -1,0 +1,142 @@
+"""Time and kept memory of one layer on the CPU, ours beside the published ones, in one run.
+
+    python benchmarks/operators.py [--batch 8 --tokens 196 --dim 384 --heads 8 --rounds 60] [--json FILE]
+
+"floor" is the two projections alone, out(subspace(z)): the least a layer of this kind can cost. Every round times each layer
+once, in a new random order, and the median over rounds is taken, so that a slow moment of the machine falls on all alike.
+"kept" counts the elements that autograd holds between forward and backward, parameters left out, input included,
+in units of b n d.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dmst.operators import DMSA, MHSA, TSSA
+from tests.published import AttentionDMSA, AttentionMHSA, AttentionTSSA
+
+
+def kept_elements(layer: nn.Module, z: Tensor) -> int:
+    """Elements of distinct storages that one forward leaves for its backward."""
+    own = {p.untyped_storage().data_ptr() for p in (*layer.parameters(), *layer.buffers())}
+    seen: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes() // x.element_size()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        held = layer(z)
+    del held
+    return sum(seen.values())
+
+
+def silence(layer: DMSA, heads: list[int]) -> DMSA:
+    """Make the gate close on `heads` for every input: their membership bias falls far below the others'."""
+    assert layer.assign is not None and layer.assign.bias is not None
+    with torch.no_grad():
+        layer.assign.bias[heads] = -5.0
+    return layer
+
+
+def medians(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Milliseconds, the median over rounds in which every case runs once in a random order."""
+    order = list(cases)
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for round_ in track(range(-3, rounds), description="timing", transient=True):
+        random.shuffle(order)
+        for name in order:
+            start = time.perf_counter()
+            cases[name]()
+            if round_ >= 0:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("batch", 8), ("tokens", 196), ("dim", 384), ("heads", 8), ("rounds", 60)):
+        parse.add_argument(f"--{name}", type=int, default=default)
+    parse.add_argument("--json", type=Path, help="write the rows here too")
+    ask = parse.parse_args()
+    random.seed(0)
+    torch.manual_seed(0)
+
+    layers: dict[str, nn.Module] = {
+        "floor: two projections": nn.Sequential(nn.Linear(ask.dim, ask.dim), nn.Linear(ask.dim, ask.dim)),
+        "DMSA listing": DMSA(ask.dim, ask.heads),
+        "DMSA equation": DMSA(ask.dim, ask.heads, mode="equation"),
+        "TSSA": TSSA(ask.dim, ask.heads),
+        "MHSA": MHSA(ask.dim, ask.heads),
+        "listing as printed": AttentionDMSA(ask.dim, ask.heads, qkv_bias=True),
+        "TSSA as published": AttentionTSSA(ask.dim, ask.heads, qkv_bias=True),
+        "MHSA as published": AttentionMHSA(ask.dim, ask.heads, qkv_bias=True),
+        "DMSA, no head silent": DMSA(ask.dim, ask.heads, membership_bias=True),
+        "DMSA, half the heads silent": silence(DMSA(ask.dim, ask.heads, membership_bias=True), list(range(ask.heads // 2))),
+        "DMSA, 3 of 4 heads silent": silence(
+            DMSA(ask.dim, ask.heads, membership_bias=True), list(range(ask.heads - max(ask.heads // 4, 1)))
+        ),
+    }
+    inference_only = {name for name in layers if "silent" in name}
+    z = torch.randn(ask.batch, ask.tokens, ask.dim)
+    grown = z.clone().requires_grad_()
+    grad = torch.randn_like(z)
+
+    def infer(layer: nn.Module) -> Callable[[], object]:
+        def run() -> None:
+            with torch.no_grad():
+                layer(z)
+
+        return run
+
+    def train(layer: nn.Module) -> Callable[[], object]:
+        def run() -> None:
+            for p in (grown, *layer.parameters()):
+                p.grad = None
+            layer(grown).backward(grad)
+
+        return run
+
+    forward = medians({name: infer(layer) for name, layer in layers.items()}, ask.rounds)
+    both = medians({name: train(layer) for name, layer in layers.items() if name not in inference_only}, ask.rounds)
+    floor_forward, floor_both = (times["floor: two projections"] for times in (forward, both))
+
+    table = Table("layer", "forward ms", "x floor", "forward+backward ms", "x floor", "kept, b n d")
+    rows = []
+    for name, layer in layers.items():
+        kept = None if name in inference_only else kept_elements(layer, grown) / z.numel()
+        row = {"what": name, "forward_ms": forward[name], "train_ms": both.get(name), "kept": kept}
+        rows.append(row)
+        train_cells = ("", "", "") if kept is None else (f"{both[name]:.2f}", f"{both[name] / floor_both:.2f}", f"{kept:.2f}")
+        table.add_row(name, f"{forward[name]:.2f}", f"{forward[name] / floor_forward:.2f}", *train_cells)
+    facts = {
+        "batch": ask.batch, "tokens": ask.tokens, "dim": ask.dim, "heads": ask.heads, "rounds": ask.rounds, "dtype": "float32",
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(),
+    }  # fmt: skip
+    Console().print(table)
+    Console().print(facts)
+    if ask.json:
+        ask.json.parent.mkdir(parents=True, exist_ok=True)
+        ask.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What can go wrong, as types: each message names the thing, the rule and the remedy.
+
+    DmstError
+    ├── OptionError          a value that an option cannot take            (also a ValueError)
+    │   └── UnknownNameError a name that is not in a table                 (also a ValueError)
+    ├── ShapeError           a tensor whose shape or dtype does not fit    (also a ValueError)
+    └── MissingExtraError    an optional library is absent or broken       (also an ImportError)
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+
+class DmstError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class OptionError(DmstError, ValueError):
+    """An option has a value outside its rule."""
+
+
+class UnknownNameError(OptionError):
+    """A name is not in the table it was looked up in."""
+
+
+class ShapeError(DmstError, ValueError):
+    """A tensor does not have the shape or dtype that the function states."""
+
+
+class MissingExtraError(DmstError, ImportError):
+    """An optional library is not installed, or does not import."""
+
+
+def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownNameError:
+    """The error for `name`, with the nearest known name and the whole list."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return UnknownNameError(f"unknown {what} {name!r}.{hint} Known: {', '.join(names) or 'none'}.")
+
+
+def choose(what: str, name: Any, known: Iterable[Any]) -> Any:
+    """`name` if it is one of `known` (None included where listed), else the error above."""
+    known = tuple(known)
+    if name in known:
+        return name
+    raise unknown_name(what, name, (str(k) for k in known))
+
+
+def refuse_unknown_options(owner: type, unknown: Mapping[str, object]) -> None:
+    """Turn a leftover keyword of `owner.__init__` into an error that names the nearest option."""
+    if unknown:
+        parameters = inspect.signature(owner.__init__).parameters.values()  # type: ignore[misc]
+        known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        raise unknown_name(f"option of {owner.__name__}", next(iter(unknown)), known)
+
+
+def need(module: str, extra: str) -> ModuleType:
+    """Import an optional library, or say which extra brings it.
+
+    Catches `Exception`, not `ImportError`: a torchvision built for another torch raises
+    RuntimeError when it is imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise MissingExtraError(
+            f"{module} could not be imported ({type(error).__name__}: {error}). "
+            f"Install it with: pip install 'dmst[{extra}]'"
+        ) from error

@@ -1,0 +1,47 @@
+"""Numerical cores. `attend` is the layer; which file computes it is decided here and nowhere else.
+
+    traced (torch.compile, torch.export)      reference     plain torch: the compiler fuses it and chooses what to keep
+    a gradient is wanted                      closed_form   one autograd function, keeps 2 n d
+    no gradient, CPU, sparsemax gate          silent        heads with gate 0 left out where that is faster
+    no gradient, otherwise                    reference
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dmst.kernels import closed_form, reference, silent
+from dmst.kernels.form import Form, Weights
+
+__all__ = ["Form", "Weights", "attend", "compute_dtype", "reference"]
+
+
+def compute_dtype(z: Tensor) -> torch.dtype:
+    """The dtype of the large projections: autocast's where it is on (it leaves float64 alone), else that of z."""
+    device = z.device.type
+    if torch.is_autocast_enabled(device) and z.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return z.dtype
+
+
+def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None) -> Tensor:
+    """The layer on z (b, n, d): projections in the compute dtype, everything between them in at least float32."""
+    kernel, dtype, device = _choose(z, weights, form), compute_dtype(z), z.device.type
+    if not torch.is_autocast_enabled(device):
+        return kernel(z, weights, form, grid=grid, dtype=dtype)
+    with torch.autocast(device, enabled=False):  # the scores must not be rounded on their way
+        return kernel(z, weights, form, grid=grid, dtype=dtype)
+
+
+def _choose(z: Tensor, weights: Weights, form: Form) -> Callable[..., Tensor]:
+    if torch.compiler.is_compiling():
+        return reference.attend
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
+        return closed_form.attend
+    mapped = torch._C._are_functorch_transforms_active()  # under vmap the host cannot read which heads are on
+    if z.device.type == "cpu" and form.gate == "sparsemax" and not mapped:
+        return silent.attend
+    return reference.attend

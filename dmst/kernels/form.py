@@ -1,0 +1,90 @@
+"""What a layer of the family computes: the choices (`Form`), the tensors (`Weights`), and the two small tables they index.
+
+    TSSA, DMSA, TPUSA, TPSUSA and the gated channel differ only in how membership and gate come about;
+    from there on one core serves them all (`reference.py`, `closed_form.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmst.sparsemax import jacobian_product, sparsemax
+
+
+@dataclass(frozen=True)
+class Form:
+    """The choices of one layer. Defaults are the paper's listing."""
+
+    heads: int
+    membership: str = "sigmoid"  # a key of MEMBERSHIP, or "energy": softmax over heads of projected energy (TSSA)
+    gate: str | None = "sparsemax"  # a key of GATE applied to the token mean of the scores; None: all heads on
+    update: str = "listing"  # listing: gate once; equation: gate squared; proximal: the implicit step
+    gate_scale: float = 1.0
+    max_active: int | None = None
+    rotary: str = "1d"
+    uniform_moment: bool = False  # second moment over all tokens alike, not by membership (gated channel)
+    sign: float = -1.0  # +1 in the gated channel
+    rescale: bool = False  # membership times n, for memberships that sum to 1 over tokens
+    normalize_tokens: bool = True  # TSSA's code divides each channel's energy by its sum over tokens
+    delta: float = 1e-8  # added to mass where the published code does; 0 means an empty group is guarded instead
+
+    @property
+    def power(self) -> int:
+        """How often the gate multiplies the update."""
+        return 1 if self.update == "listing" else 2
+
+
+class Weights(NamedTuple):
+    """The tensors of one layer, as they enter the product (a tied output has `out=None`)."""
+
+    subspace: Tensor  # (k p, d): rows of head k span its subspace, U_k = subspace[k].T
+    subspace_bias: Tensor | None = None  # (k p)
+    assign: Tensor | None = None  # (k, d)
+    assign_bias: Tensor | None = None  # (k)
+    out: Tensor | None = None  # (d, k p)
+    out_bias: Tensor | None = None  # (d)
+    temperature: Tensor | None = None  # (k, 1), TSSA
+    theta: Tensor | None = None  # (), proximal; positive
+
+
+class Activation(NamedTuple):
+    value: Callable[..., Tensor]  # value(scores, form)
+    pullback: Callable[..., Tensor]  # pullback(grad, scores or None, value, form): grad of value -> grad of scores
+
+
+def _gelu_slope(s: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(s * math.sqrt(0.5))) + s * torch.exp(-0.5 * s * s) / math.sqrt(2 * math.pi)
+
+
+def _softmax_pullback(grad: Tensor, _: Any, value: Tensor, form: Form) -> Tensor:
+    return value * (grad - (value * grad).sum(1, keepdim=True))
+
+
+def _token_sparsemax(scores: Tensor, form: Form) -> Tensor:
+    return sparsemax(scores, -1, method="sort")  # one method for every length, so that a traced graph has one shape
+
+
+# Membership of token n in head k from scores (b, k, n). Pullbacks read the membership alone: scores need not be kept.
+MEMBERSHIP: dict[str, Activation] = {
+    "sigmoid": Activation(lambda s, form: s.sigmoid(), lambda grad, _, value, form: grad * value * (1 - value)),
+    "softmax": Activation(lambda s, form: s.softmax(1), _softmax_pullback),
+    "token_sparsemax": Activation(_token_sparsemax, lambda grad, _, value, form: jacobian_product(value, grad)),
+}
+
+# Gate of head k from the token mean of its scores (b, k), before `gate_scale`.
+GATE: dict[str, Activation] = {
+    "sparsemax": Activation(
+        lambda s, form: sparsemax(s, -1, max_active=form.max_active),
+        lambda grad, _, value, form: jacobian_product(value, grad),
+    ),
+    "sigmoid": Activation(lambda s, form: s.sigmoid(), lambda grad, _, value, form: grad * value * (1 - value)),
+    "relu": Activation(lambda s, form: s.relu(), lambda grad, s, _, form: grad * (s > 0)),
+    "gelu": Activation(lambda s, form: torch.nn.functional.gelu(s), lambda grad, s, _, form: grad * _gelu_slope(s)),
+    "uniform": Activation(lambda s, form: torch.full_like(s, 1 / form.heads), lambda grad, *_: torch.zeros_like(grad)),
+}

@@ -1,0 +1,183 @@
+"""The rates: how many nats it takes to code tokens up to a precision eps. Plain functions of tensors, one number per sample.
+
+    R       coding_rate        all tokens as one Gaussian
+    R_cf    group_rate         tokens as a mixture: membership says how much of each token belongs to each group
+    R_c,f   subspace_rate      tokens coded inside each subspace (CRATE)
+    -       projected_rate     membership-weighted log-det inside each subspace
+    R_var   variational_rate   the same with the diagonal only: what TSSA and DMSA descend
+    R+      complete_rate      R_var plus the price of what lies outside a subspace: a true bound when subspaces are thin
+
+Shapes: z (b, n, d) tokens, membership (b, k, n), gate (b, k), subspaces (k, d, p), projected (b, k, n, p) = z U_k.
+`eps` is the precision itself and is squared inside; never pass eps^2. `width` names the d of the constant c = d / eps^2:
+"dim" is the model width k p (the paper's text), "head_dim" is p (the published curves). Everything is at least
+float32; log-dets are taken on the smaller Gram side, factored in float64. A group of mass 0 costs 0.
+
+What bounds what: variational_rate >= projected_rate always; variational_rate >= group_rate only for square orthogonal
+subspaces and no gate; complete_rate >= group_rate for orthonormal columns of any number. So "bound" is said of R+ alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dmst.errors import OptionError, choose
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+WIDTHS = ("dim", "head_dim")
+
+
+def coding_rate(z: Float[Tensor, "b n d"], *, eps: float) -> Float[Tensor, "b"]:
+    """R(Z) = 1/2 logdet(I + d/(n eps^2) Z^T Z)."""
+    z = _wide(z)
+    n, d = z.shape[-2:]
+    everyone = z.new_ones(n)
+    return 0.5 * _logdet(z, everyone, _scale(d, eps) / max(n, 1))
+
+
+def group_rate(z: Float[Tensor, "b n d"], membership: Float[Tensor, "b k n"], *, eps: float) -> Float[Tensor, "b"]:
+    """R^c(Z | Pi) = 1/2 sum_k (mass_k/n) logdet(I + d/(mass_k eps^2) Z^T diag(pi_k) Z).
+
+    With the mass_k/n that the paper's third equation leaves out; without it R - R^c can be negative on any data.
+    """
+    z, membership = _wide(z), _wide(membership)
+    mass = membership.sum(-1)
+    scale = _scale(z.shape[-1], eps) / _at_least_something(mass)
+    return 0.5 * (_share(mass, z.shape[-2]) * _logdet(z.unsqueeze(-3), membership, scale)).sum(-1)
+
+
+membership_rate = group_rate  # the paper writes R^c(Z | Pi) and R_cf(Z, Pi) for one function
+
+
+def subspace_rate(z: Float[Tensor, "b n d"], subspaces: Float[Tensor, "k d p"], *, eps: float) -> Float[Tensor, "b"]:
+    """R_c,f(Z | U) = 1/2 sum_k logdet(I + p/(n eps^2) (Z U_k)^T (Z U_k)): CRATE's. No bound of R^c for arbitrary U."""
+    projected = _project(_wide(z), _wide(subspaces))
+    n, p = projected.shape[-2:]
+    return 0.5 * _logdet(projected, projected.new_ones(n), _scale(p, eps) / max(n, 1)).sum(-1)
+
+
+def projected_rate(
+    projected: Float[Tensor, "b k n p"], membership: Float[Tensor, "b k n"], *, eps: float, width: str = "dim"
+) -> Float[Tensor, "b"]:
+    """1/2 sum_k (mass_k/n) logdet(I + c/mass_k S_k^T diag(pi_k) S_k), S_k = Z U_k.
+
+    variational_rate minus this is the decorrelation gap: 0 iff each head's weighted covariance is diagonal.
+    """
+    projected, membership = _wide(projected), _wide(membership)
+    mass = membership.sum(-1)
+    scale = _scale(_width(projected, width), eps) / _at_least_something(mass)
+    return 0.5 * (_share(mass, projected.shape[-2]) * _logdet(projected, membership, scale)).sum(-1)
+
+
+def variational_rate(
+    projected: Float[Tensor, "b k n p"],
+    membership: Float[Tensor, "b k n"],
+    gate: Float[Tensor, "b k"] | None = None,
+    *,
+    eps: float,
+    width: str = "dim",
+    normalize_membership: bool = False,
+    unit_norm: bool = False,
+) -> Float[Tensor, "b"]:
+    """R_var = 1/2 sum_k (mass_k/n) sum_{i<=p} log(1 + c g_k^2 T_ki),   T_ki = sum_n pi_nk s_nki^2 / mass_k.
+
+    It falls for free when membership or gate shrinks, so values are comparable only at equal mass and gate:
+    `normalize_membership` makes the heads' shares of each token sum to 1, and `unit_norm` scales every projected token to
+    length 1 (the published curves), which cancels the gate on the heads it leaves on; silent heads then cost 0.
+    """
+    projected, membership = _wide(projected), _wide(membership)
+    if normalize_membership:
+        membership = membership / _at_least_something(membership.sum(-2, keepdim=True))
+    if unit_norm:
+        length = torch.linalg.vector_norm(projected, dim=-1, keepdim=True)
+        projected = torch.where(length > 0, projected / _at_least_something(length), 0)
+        gate = None if gate is None else (gate != 0).to(projected.dtype)
+    mass = membership.sum(-1)
+    moment = _second_moment(projected, membership, mass)
+    if gate is not None:
+        moment = _wide(gate).square().unsqueeze(-1) * moment
+    per_head = torch.log1p(_scale(_width(projected, width), eps) * moment).sum(-1)
+    return 0.5 * (_share(mass, projected.shape[-2]) * per_head).sum(-1)
+
+
+def complete_rate(
+    z: Float[Tensor, "b n d"], subspaces: Float[Tensor, "k d p"], membership: Float[Tensor, "b k n"], *, eps: float
+) -> Float[Tensor, "b"]:
+    """R+ = 1/2 sum_k (mass_k/n) [ sum_{i<=p} f(T_ki) + (d-p) f(rho_k) ],   f(t) = log(1 + d/eps^2 t).
+
+    rho_k = sum_n pi_nk (|z_n|^2 - |U_k^T z_n|^2) / (mass_k (d-p)) is the energy that misses the subspace, spread over the
+    d-p directions it could lie in. R+ >= group_rate: complete U_k to a square basis, then f is concave. Subspaces are
+    orthonormalised by a thin QR first. The truncated R_var charges nothing for a wrong membership; this does.
+    """
+    z, membership = _wide(z), _wide(membership)
+    bases = torch.linalg.qr(_wide(subspaces)).Q
+    projected = _project(z, bases)
+    (n, d), p = z.shape[-2:], bases.shape[-1]
+    mass = membership.sum(-1)
+    moment = _second_moment(projected, membership, mass)
+    outside = (z.square().sum(-1).unsqueeze(-2) - projected.square().sum(-1)).clamp(min=0)
+    residual = (membership * outside).sum(-1) / (_at_least_something(mass) * max(d - p, 1))
+    scale = _scale(d, eps)
+    per_head = torch.log1p(scale * moment).sum(-1) + (d - p) * torch.log1p(scale * residual)
+    return 0.5 * (_share(mass, n) * per_head).sum(-1)
+
+
+def rate_reduction(total: Float[Tensor, "b"], compressed: Float[Tensor, "b"]) -> Float[Tensor, "b"]:
+    """Delta R = R(Z) - R^c(Z): how much the grouping saves. The objective maximises it."""
+    return total - compressed
+
+
+# --- shared pieces ---------------------------------------------------------------------------------------------------
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _scale(width: int, eps: float) -> float:
+    if not eps > 0:
+        raise OptionError(f"eps is {eps!r}: the precision must be a number above 0 (it is squared inside).")
+    return width / eps**2
+
+
+def _width(projected: Tensor, width: str) -> int:
+    k, p = projected.shape[-3], projected.shape[-1]
+    return k * p if choose("width", width, WIDTHS) == "dim" else p
+
+
+def _at_least_something(mass: Tensor) -> Tensor:
+    """Mass as a divisor: an empty group divides nothing by 1."""
+    return torch.where(mass > 0, mass, 1)
+
+
+def _share(mass: Tensor, n: int) -> Tensor:
+    return mass / max(n, 1)
+
+
+def _project(z: Tensor, subspaces: Tensor) -> Tensor:
+    return torch.einsum("...nd,kdp->...knp", z, subspaces)
+
+
+def _second_moment(projected: Tensor, membership: Tensor, mass: Tensor) -> Tensor:
+    return (membership.unsqueeze(-1) * projected.square()).sum(-2) / _at_least_something(mass).unsqueeze(-1)
+
+
+def _logdet(x: Tensor, weights: Tensor, scale: Tensor | float) -> Tensor:
+    """logdet(I + scale x^T diag(weights) x) for x (..., n, d), on whichever side is smaller.
+
+    On the token side the weights multiply one side only (det(I + AB) = det(I + BA)): no square root, so the gradient
+    exists at weight 0. A non-finite sample stays in its own entry (an LU does not raise as a Cholesky would).
+    The factor is float64: tokens of low rank at a small eps put 1 beside 1e6 on the diagonal, which float32 cannot hold.
+    """
+    n, d = x.shape[-2:]
+    exact = torch.float32 if x.device.type == "mps" else torch.float64  # mps has no float64
+    wide = x.to(exact)
+    weighted = weights.to(exact).unsqueeze(-1) * wide
+    gram = wide.mT @ weighted if d <= n else weighted @ wide.mT
+    scale = scale if isinstance(scale, float) else scale.to(exact)[..., None, None]
+    eye = torch.eye(min(n, d), dtype=exact, device=x.device)
+    return torch.linalg.slogdet(eye + scale * gram).logabsdet.to(x.dtype)

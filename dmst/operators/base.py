@@ -1,0 +1,98 @@
+"""The contract of an operator: an `nn.Module` on tokens (b, n, d) with three methods, no norm and no residual.
+
+    forward(z, *, grid=None)          the update (b, n, d)
+    decompose(z, *, grid=None)        Parts: what it computed on the way, every head, also the silent ones
+    rate(z, *, eps, grid=None)        the objective it was derived from, (b,) in nats; None where there is none
+
+`grid` = (rows, columns) of the tokens; only 2d positions need it. `Spatial` takes any operator to (b, c, h, w) maps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from dmst.errors import OptionError, ShapeError, refuse_unknown_options
+
+Grid = tuple[int, int] | None
+
+
+class Parts(NamedTuple):
+    """The named intermediates of one operator; those it does not have are None."""
+
+    projected: Tensor | None = None  # (b, k, n, p)  coordinates of each token in each subspace, ungated
+    membership: Tensor | None = None  # (b, k, n)    how much token n belongs to subspace k
+    gate: Tensor | None = None  # (b, k)             which subspaces are on
+    attention: Tensor | None = None  # (b, k, n, n)  who looks at whom; (b, k, p, p) between channels in XCA
+
+
+class Operator(nn.Module):
+    """Base of every entry of OPERATORS."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        for name, value in (("dim", dim), ("num_heads", num_heads)):
+            if type(value) is not int or value < 1:
+                raise OptionError(f"{name} is {value!r}: it must be a whole number of at least 1.")
+        if dim % num_heads:
+            fits = [k for k in range(1, dim + 1) if dim % k == 0]
+            near = min(fits, key=lambda k: abs(k - num_heads))
+            raise OptionError(f"dim {dim} is not divisible by num_heads {num_heads}; the nearest that divides it is {near}.")
+        self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
+
+    def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
+        raise NotImplementedError
+
+    def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
+        raise NotImplementedError
+
+    def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> Tensor | None:
+        """Descends no rate, unless a subclass says otherwise."""
+        return None
+
+    def reset_parameters(self) -> None:
+        """Weights of linear maps truncated normal .02, biases 0: the lineage's start."""
+        for child in self.children():
+            if type(child) is nn.Linear:
+                nn.init.trunc_normal_(child.weight, std=0.02)
+                if child.bias is not None:
+                    nn.init.zeros_(child.bias)
+            elif isinstance(child, nn.Linear):  # one with a start of its own
+                child.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, num_heads={self.num_heads}"
+
+    def check(self, z: Tensor) -> None:
+        """Refuse what is not (b, n, dim) before anything is computed."""
+        if z.ndim != 3 or z.shape[-1] != self.dim:
+            raise ShapeError(f"{type(self).__name__} takes tokens of shape (batch, tokens, {self.dim}), not {tuple(z.shape)}.")
+
+
+def lineage_options(owner: type, bias: bool, options: dict[str, Any]) -> bool:
+    """Take the words that the blocks of timm, XCiT and ToST pass; refuse every other leftover. Returns `bias`."""
+    bias = options.pop("qkv_bias", bias)
+    for word, remedy in (("qk_scale", "scale the weights"), ("attn_drop", "use proj_drop")):
+        value = options.pop(word, None)
+        if value:
+            raise OptionError(f"{word} is {value!r}: {owner.__name__} has no attention matrix to apply it to; {remedy}.")
+    refuse_unknown_options(owner, options)
+    return bias
+
+
+class Spatial(nn.Module):
+    """Any operator on feature maps: (b, c, h, w) to the same shape, tokens in row-major order."""
+
+    def __init__(self, operator: Operator) -> None:
+        super().__init__()
+        self.operator = operator
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4:
+            raise ShapeError(f"Spatial takes maps of shape (batch, channels, height, width), not {tuple(x.shape)}.")
+        h, w = x.shape[-2:]
+        update = self.operator(rearrange(x, "b c h w -> b (h w) c"), grid=(h, w))
+        return rearrange(update, "b (h w) c -> b c h w", h=h, w=w)
+

@@ -1,0 +1,89 @@
+"""DMSA, Decoupled Membership-Subspace Attention (the paper's operator).
+
+    s_nk = z_n U_k      l_nk = <rot_n z_n, w_k>      pi_nk = sigmoid(l_nk)      g = sparsemax_k(mean_n l_nk)
+    T_ki = sum_n pi_nk s_nki^2 / sum_n pi_nk         a_ki = 1 / (1 + g_k^2 T_ki)
+
+    listing     out( -g pi a s )                 what the paper's appendix prints and trained: free output, gate once
+    equation    sum_k -g^2 pi a s U_k^T          exactly -n times the gradient of R_var, membership and gate held fixed
+    proximal    sum_k -w/(1+w) s U_k^T           w = theta g^2 pi a, [U_1 .. U_K] orthonormal: lowers R_var for every theta > 0
+
+In words: each token says how much it belongs to each subspace, each image picks its subspaces, and directions that already
+carry much energy are shrunk less. The listing is not the gradient: tied, it is -n grad of sum_k R_k / g_k.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dmst.errors import OptionError, choose
+from dmst.kernels import Form
+from dmst.operators.base import lineage_options
+from dmst.operators.family import TokenStatistics
+
+MODES = ("listing", "equation", "proximal")
+GATES = ("sparsemax", "sigmoid", "relu", "gelu", "uniform")
+MEMBERSHIPS = ("sigmoid", "softmax")
+
+
+class DMSA(TokenStatistics):
+    """Learned membership, sparse gate."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        mode: str = "listing",
+        gate_activation: str = "sparsemax",
+        gate_scale: float = 1.0,
+        max_active_heads: int | None = None,
+        membership_activation: str = "sigmoid",
+        rotary: str = "1d",
+        bias: bool = True,
+        membership_bias: bool = False,
+        proj_drop: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Any,
+    ) -> None:
+        bias = lineage_options(DMSA, bias, options)
+        membership = choose("membership_activation", membership_activation, MEMBERSHIPS)
+        form = gated_form(num_heads, membership, mode, gate_activation, gate_scale, max_active_heads, rotary)
+        super().__init__(
+            dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype
+        )
+
+
+def gated_form(
+    num_heads: int,
+    membership: str,
+    mode: str,
+    gate_activation: str,
+    gate_scale: float,
+    max_active_heads: int | None,
+    rotary: str,
+    **rest: Any,
+) -> Form:
+    """The form of a member that has a gate, its options checked."""
+    choose("gate_activation", gate_activation, GATES)
+    if max_active_heads is not None:
+        if type(max_active_heads) is not int or not 1 <= max_active_heads <= num_heads:
+            raise OptionError(
+                f"max_active_heads is {max_active_heads!r}: it must be a whole number from 1 to num_heads {num_heads}, or None."
+            )
+        if gate_activation != "sparsemax":
+            raise OptionError(f"max_active_heads caps a sparsemax gate only, and gate_activation is {gate_activation!r}.")
+    if not math.isfinite(gate_scale):
+        raise OptionError(f"gate_scale is {gate_scale!r}: it must be a finite number.")
+    return Form(
+        heads=num_heads,
+        membership=membership,
+        gate=gate_activation,
+        update=choose("mode", mode, MODES),
+        gate_scale=float(gate_scale),
+        max_active=max_active_heads,
+        rotary=rotary,
+        delta=1e-8 if mode == "listing" else 0.0,  # the printed code's, and none where an identity would see it
+        **rest,
+    )

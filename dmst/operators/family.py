@@ -1,0 +1,94 @@
+"""The shared body of TSSA, DMSA, TPUSA, TPSUSA and the gated channel: projections around one core (`dmst.kernels`).
+
+    z -> (projected, membership, gate) -> update -> out
+
+A member states its `Form` and which weights it owns; nothing else differs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dmst import kernels, objective, rotary
+from dmst.kernels import Form, Weights, reference
+from dmst.operators.base import Grid, Operator, Parts
+from dmst.operators.orthonormal import OrthonormalLinear
+
+
+class TokenStatistics(Operator):
+    """One member of the family, given by its form."""
+
+    subspace: nn.Linear
+    assign: nn.Linear | None
+    out: nn.Linear | None
+    temperature: nn.Parameter | None
+    theta: nn.Parameter | None
+
+    def __init__(
+        self,
+        dim: int,
+        form: Form,
+        *,
+        bias: bool,
+        proj_drop: float,
+        assign: bool = True,
+        membership_bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(dim, form.heads)
+        rotary.check(form.rotary, dim)
+        factory = {"device": device, "dtype": dtype}
+        tied, proximal = form.update != "listing", form.update == "proximal"
+        self.form = form
+        self.subspace = (OrthonormalLinear if proximal else nn.Linear)(dim, dim, bias=bias, **factory)
+        self.assign = nn.Linear(dim, form.heads, bias=membership_bias, **factory) if assign else None
+        self.out = None if tied else nn.Linear(dim, dim, **factory)
+        self.temperature = nn.Parameter(torch.empty(form.heads, 1, **factory)) if form.membership == "energy" else None
+        self.theta = nn.Parameter(torch.empty((), **factory)) if proximal else None
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.temperature is not None:
+            nn.init.ones_(self.temperature)
+        if self.theta is not None:
+            nn.init.constant_(self.theta, math.log(math.expm1(1)))  # softplus keeps the step positive; it starts at 1
+
+    def weights(self) -> Weights:
+        """The tensors of the layer, as they enter the products."""
+        subspace, assign, out = self.subspace, self.assign, self.out
+        return Weights(
+            subspace=subspace.basis() if isinstance(subspace, OrthonormalLinear) else subspace.weight,
+            subspace_bias=subspace.bias,
+            assign=None if assign is None else assign.weight,
+            assign_bias=None if assign is None else assign.bias,
+            out=None if out is None else out.weight,
+            out_bias=None if out is None else out.bias,
+            temperature=self.temperature,
+            theta=None if self.theta is None else F.softplus(self.theta),
+        )
+
+    def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
+        self.check(z)
+        return self.proj_drop(kernels.attend(z, self.weights(), self.form, grid=grid))
+
+    def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
+        """The very steps that `forward` takes, in plain torch, every head."""
+        self.check(z)
+        dtype, weights = kernels.compute_dtype(z), self.weights()
+        with torch.autocast(z.device.type, enabled=False):
+            steps = reference.take_steps(z, reference.score(z, weights, self.form, grid), weights, self.form, dtype)
+        return Parts(projected=steps.projected, membership=steps.membership, gate=steps.gate)
+
+    def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> Tensor | None:
+        """R_var of this layer's projected tokens, membership and gate, c = d / eps^2. At eps = sqrt(d), c = 1: the core's."""
+        projected, membership, gate, _ = self.decompose(z, grid=grid)
+        assert projected is not None and membership is not None
+        return objective.variational_rate(projected, membership, gate, eps=eps)

@@ -1,0 +1,47 @@
+"""Gated channel attention: what is left of DMSA when membership no longer weighs the moment.
+
+    G_nk = sigmoid(<rot_n z_n, w_k>)        T_ki = mean_n s_nki^2        out( +G a s ),   a_ki = 1 / (1 + T_ki)
+
+In words: channel attention, each head's output multiplied by a sigmoid gate per token (the G1 gate of gated attention).
+The paper calls it a special case of DMSA. What is true: in DMSA's listing the G1 gate is the membership, not the sparse gate.
+`moment_weight="membership"` weighs the moment by G. It descends no rate: its sign is that of an expansion.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from dmst.errors import choose
+from dmst.kernels import Form
+from dmst.operators.base import Grid, lineage_options
+from dmst.operators.family import TokenStatistics
+
+
+class GatedChannel(TokenStatistics):
+    """A sigmoid gate per token and head on channel attention. `Parts.membership` is G."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        moment_weight: str = "uniform",
+        rotary: str = "1d",
+        bias: bool = True,
+        membership_bias: bool = False,
+        proj_drop: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Any,
+    ) -> None:
+        bias = lineage_options(GatedChannel, bias, options)
+        uniform = choose("moment_weight", moment_weight, ("uniform", "membership")) == "uniform"
+        form = Form(heads=num_heads, gate=None, rotary=rotary, uniform_moment=uniform, sign=1.0)
+        super().__init__(
+            dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype
+        )
+
+    def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> None:
+        return None

@@ -1,0 +1,72 @@
+"""MSSA, Multi-head Subspace Self-Attention (CRATE).
+
+    s_nk = z_n U_k        mix_k = softmax(s_k s_k^T / sqrt p) s_k
+
+    plain      out( mix )                                    free output with bias, as CRATE's code
+    relaxed    kappa ( sum_k mix_k U_k^T - z )               tied, so that z + update = (1 - kappa) z + kappa sum_k mix_k U_k^T
+
+In words: q, k and v are one projection. With orthonormal subspaces the relaxed step lowers `subspace_rate`; CRATE's plain
+residual z + MSSA(z) raises it (norms grow, and the next LayerNorm hides it).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dmst import objective
+from dmst.errors import OptionError
+from dmst.kernels.reference import wide
+from dmst.operators.base import Grid, Operator, Parts, lineage_options
+
+
+class MSSA(Operator):
+    """One projection, softmax similarity inside each subspace; n^2 in tokens."""
+
+    out: nn.Linear | None
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        relaxed: float | None = None,
+        bias: bool = True,
+        proj_drop: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(dim, num_heads)
+        bias = lineage_options(MSSA, bias, options)
+        if relaxed is not None and not 0 < relaxed <= 1:
+            raise OptionError(f"relaxed is {relaxed!r}: the step kappa must be above 0 and at most 1, or None for CRATE's plain form.")
+        self.relaxed = relaxed
+        self.subspace = nn.Linear(dim, dim, bias=bias, device=device, dtype=dtype)
+        self.out = nn.Linear(dim, dim, device=device, dtype=dtype) if relaxed is None else None
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.reset_parameters()
+
+    def _project(self, z: Tensor) -> Tensor:
+        self.check(z)
+        return rearrange(self.subspace(z), "b n (k p) -> b k n p", k=self.num_heads)
+
+    def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
+        s = self._project(z)
+        mixed = rearrange(F.scaled_dot_product_attention(s, s, s), "b k n p -> b n (k p)")
+        if self.out is None:
+            assert self.relaxed is not None
+            return self.proj_drop(self.relaxed * (F.linear(mixed, self.subspace.weight.mT) - z))
+        return self.proj_drop(self.out(mixed))
+
+    def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
+        s = self._project(z)
+        wider = wide(s)
+        return Parts(projected=s, attention=(wider @ wider.mT * self.head_dim**-0.5).softmax(-1))
+
+    def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> Tensor:
+        subspaces = rearrange(self.subspace.weight, "(k p) d -> k d p", k=self.num_heads)
+        return objective.subspace_rate(z, subspaces, eps=eps)

@@ -1,0 +1,128 @@
+"""Rotary position for the input of the membership scores: none, 1d (the paper) or 2d (ours).
+
+    pair j of token n, channels (2j, 2j+1), turns by angle_nj
+    1d    angle_nj = n * base^(-2j/d)                              n = row-major token index from 0
+    2d    the first d/2 channels turn by the row index, the last d/2 by the column index, each as a 1d table of width d/2
+
+There are no query-key pairs here, so this marks absolute position. Only a product with it is ever needed,
+and a rotation can be moved to the other side of a product, <rot_n z, w> = <z, rot_n^T w>, so large tensors
+are multiplied by the tables but never shuffled:
+
+    <rot_n z, w> = <z * cos_n, w> + <z * sin_n, turn(w)>,          turn(w)_2j = w_2j+1,  turn(w)_2j+1 = -w_2j
+
+Tables are real, (n, d) with each pair's value written twice. Angles are computed in float64, then cast. One
+table per (width, device, dtype) serves every layer; it grows by powers of two, and it is never saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmst.errors import OptionError, ShapeError, choose
+
+MODES = ("1d", "2d", "none")
+BASE = 10000.0
+
+
+class Table(NamedTuple):
+    cos: Tensor  # (n, d)
+    sin: Tensor  # (n, d)
+
+
+def check(mode: str, dim: int) -> str:
+    """`mode`, if width `dim` can carry it."""
+    choose("rotary mode", mode, MODES)
+    pairs = {"1d": 2, "2d": 4, "none": 1}[mode]
+    if dim % pairs:
+        raise OptionError(f"dim is {dim}: rotary={mode!r} turns channel pairs and needs a dim divisible by {pairs}.")
+    return mode
+
+
+def table(mode: str, dim: int, n: int, grid: tuple[int, int] | None, *, device: torch.device, dtype: torch.dtype) -> Table | None:
+    """The table for `n` tokens (on `grid` = rows, columns for 2d), or None where nothing turns."""
+    if mode == "none":
+        return None
+    if mode == "1d":
+        return _line(dim, n, device, dtype)
+    if grid is None:
+        raise ShapeError("rotary='2d' needs grid=(rows, columns) of the tokens: pass grid to the operator, or use rotary='1d'.")
+    rows, columns = grid
+    if rows * columns != n:
+        raise ShapeError(f"grid is {rows} x {columns} = {rows * columns} tokens, but z has {n}: they must be equal.")
+    return _plane(dim, rows, columns, device, dtype)
+
+
+def turn(w: Tensor) -> Tensor:
+    """The quarter turn of each pair, backwards: (w_2j, w_2j+1) becomes (w_2j+1, -w_2j)."""
+    even, odd = w.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((odd, -even), -1).flatten(-2)
+
+
+def turn_back(w: Tensor) -> Tensor:
+    """The transpose of `turn`, which is its negative."""
+    return -turn(w)
+
+
+def rotate(z: Tensor, positions: Table) -> Tensor:
+    """rot_n z_n for z (..., n, d): the definition, for reading and tests. The layers use the products above."""
+    return z * positions.cos + turn_back(z) * positions.sin
+
+
+# --- the shared tables -----------------------------------------------------------------------------------------------
+
+_LINES: dict[tuple, Table] = {}  # (dim, device, dtype) -> the longest table so far
+_PLANES: dict[tuple, Table] = {}  # (dim, rows, columns, device, dtype) -> table, the most recent last
+_PLANES_KEPT = 32
+
+
+def _line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
+    """The first n rows of the shared table, grown where needed. Old rows keep their bits: a row depends on n and d alone."""
+    if torch.compiler.is_compiling():  # a traced graph computes its own rows: no state, and n may be symbolic
+        return _compute_line(dim, n, device, dtype)
+    key = (dim, device, dtype)
+    found = _LINES.get(key)
+    if found is None or found.cos.shape[0] < n:
+        found = _keep(_LINES, key, _compute_line, dim, max(64, 1 << (n - 1).bit_length()), device, dtype)
+    return Table(found.cos[:n], found.sin[:n])
+
+
+def _plane(dim: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Table:
+    """The table of one grid; the last few grids are remembered."""
+    if torch.compiler.is_compiling():
+        return _compute_plane(dim, rows, columns, device, dtype)
+    key = (dim, rows, columns, device, dtype)
+    found = _PLANES.get(key)
+    if found is None:
+        found = _keep(_PLANES, key, _compute_plane, *key)
+        while len(_PLANES) > _PLANES_KEPT:
+            _PLANES.pop(next(iter(_PLANES)), None)
+    return found
+
+
+def _keep(tables: dict[tuple, Table], key: tuple, compute: Callable[..., Table], *args: object) -> Table:
+    with torch.inference_mode(False), torch.no_grad():  # a table made in inference mode could never be trained with
+        made = compute(*args)
+    if type(made.cos) is Tensor:  # a fake or wrapped tensor must not be left for others
+        tables[key] = made
+    return made
+
+
+def _compute_line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
+    pair = torch.arange(0, dim, 2, device=device, dtype=torch.float64)
+    angle = torch.arange(n, device=device, dtype=torch.float64).unsqueeze(-1) * BASE ** (-pair / dim)
+    angle = angle.repeat_interleave(2, -1)
+    return Table(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def _compute_plane(dim: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Table:
+    shape = (rows, columns, dim // 2)
+    by_row, by_column = (_line(dim // 2, size, device, dtype) for size in (rows, columns))
+    cos, sin = (
+        torch.cat((row.unsqueeze(1).expand(shape), column.unsqueeze(0).expand(shape)), -1).flatten(0, 1)
+        for row, column in zip(by_row, by_column, strict=True)
+    )
+    return Table(cos, sin)

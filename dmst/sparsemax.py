@@ -1,0 +1,104 @@
+"""Sparsemax (the paper's ST): the exact projection of scores onto the simplex.
+
+    sparsemax(s) = argmin_{q in simplex} |q - s|^2 = max(s - tau, 0),   tau = (sum_support s - 1) / |support|
+    J v          = 1_support * (v - mean_support v)
+
+Always in at least float32, with the row's maximum subtracted first. A row that holds a NaN becomes NaN
+and no other row changes; an entry at -inf gets 0. There is no host synchronisation.
+
+`max_active=m` keeps the m largest scores (the lower index wins a tie) and projects those: a real cap.
+The `topk` of the published ST is a partial-sort hint that changes no result, so it does not exist here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmst.errors import OptionError, choose
+
+SHORT = 32  # up to here the k x k comparison is cheaper than a sort, and it needs no indices
+
+
+def sparsemax(scores: Tensor, dim: int = -1, *, max_active: int | None = None, method: str = "auto") -> Tensor:
+    """Project `scores` onto the simplex along `dim`; same shape, at least float32.
+
+    `method` is "pairwise" (sort-free, quadratic in the axis), "sort", or "auto": by the length of the axis.
+    """
+    choose("sparsemax method", method, ("auto", "pairwise", "sort"))
+    if max_active is not None and not (type(max_active) is int and max_active >= 1):
+        raise OptionError(f"max_active is {max_active!r}: it must be a whole number of at least 1, or None for no cap.")
+    rows = scores.movedim(dim, -1)
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    if rows.shape[-1] == 0:
+        return rows.movedim(-1, dim)
+    if method == "auto":
+        method = "pairwise" if rows.shape[-1] <= SHORT else "sort"
+    if max_active is not None:
+        rows = rows.masked_fill(_RANK[method](rows.detach()) >= max_active, -torch.inf)
+    return _Project.apply(rows, method).movedim(-1, dim)
+
+
+def jacobian_product(projection: Tensor, v: Tensor, dim: int = -1) -> Tensor:
+    """J v at a point whose sparsemax is `projection`: the mean over the support is taken out of `v`."""
+    support = projection > 0
+    inside = torch.where(support, v, 0)
+    mean = inside.sum(dim, keepdim=True) / support.sum(dim, keepdim=True).clamp(min=1)
+    return torch.where(support, v - mean, 0)
+
+
+class _Project(torch.autograd.Function):
+    """Forward by comparison or sort; backward from the strict support {q > 0} of the result itself."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, method: str) -> Tensor:  # type: ignore[override]
+        shifted = rows - rows.amax(-1, keepdim=True)  # a NaN anywhere in the row makes all of it NaN
+        threshold = _THRESHOLD[method](shifted)
+        return (shifted - threshold).clamp(min=0)  # clamp keeps NaN
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (projection,) = ctx.saved_tensors
+        return jacobian_product(projection, grad), None
+
+
+def _pairwise_threshold(s: Tensor) -> Tensor:
+    """j is in the support iff 1 + c_j s_j > (sum of the c_j scores that are >= s_j). Exact with ties."""
+    at_least = s.unsqueeze(-2) >= s.unsqueeze(-1)  # [j, i] : s_i >= s_j
+    count = at_least.sum(-1)
+    total = torch.where(at_least, s.unsqueeze(-2), 0).sum(-1)
+    support = 1 + count * s > total
+    size = support.sum(-1, keepdim=True).clamp(min=1)
+    return (torch.where(support, s, 0).sum(-1, keepdim=True) - 1) / size
+
+
+def _sort_threshold(s: Tensor) -> Tensor:
+    """The same test on the sorted row, where c_j is the position and the sum is a prefix sum."""
+    ordered = s.sort(-1, descending=True).values
+    total = ordered.cumsum(-1)
+    position = torch.arange(1, s.shape[-1] + 1, device=s.device, dtype=s.dtype)
+    size = (1 + position * ordered > total).sum(-1, keepdim=True).clamp(min=1)  # a NaN row has none: index stays legal
+    return (total.gather(-1, size - 1) - 1) / size
+
+
+def _pairwise_rank(s: Tensor) -> Tensor:
+    """How many entries stand before j: the larger ones, and the equal ones of lower index."""
+    index = torch.arange(s.shape[-1], device=s.device)
+    before = (s.unsqueeze(-2) == s.unsqueeze(-1)) & (index < index.unsqueeze(-1))
+    return ((s.unsqueeze(-2) > s.unsqueeze(-1)) | before).sum(-1)
+
+
+def _sort_rank(s: Tensor) -> Tensor:
+    return s.argsort(-1, descending=True, stable=True).argsort(-1)
+
+
+_THRESHOLD = {"pairwise": _pairwise_threshold, "sort": _sort_threshold}
+_RANK = {"pairwise": _pairwise_rank, "sort": _sort_rank}
