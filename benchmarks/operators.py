@@ -129,7 +129,7 @@ def main() -> None:
         table.add_row(name, f"{forward[name]:.2f}", f"{forward[name] / floor_forward:.2f}", *train_cells)
     facts = {
         "batch": ask.batch, "tokens": ask.tokens, "dim": ask.dim, "heads": ask.heads, "rounds": ask.rounds, "dtype": "float32",
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(),
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
     }  # fmt: skip
     Console().print(table)
     Console().print(facts)

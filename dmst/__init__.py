@@ -1,7 +1,7 @@
 """dmst: a white-box vision transformer that can prove what its layers do.
 
-    from dmst import DMSA
-    update = DMSA(dim=384, num_heads=8)(tokens)            # (b, n, 384) to the same shape
+from dmst import DMSA
+update = DMSA(dim=384, num_heads=8)(tokens)            # (b, n, 384) to the same shape
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command `dmst` (and `python -m dmst`, the same): verbs here, knobs in recipes.
 
-    dmst --version            this package, torch and Python
-    dmst operators            the table of operators and their options
+dmst --version            this package, torch and Python
+dmst operators            the table of operators and their options
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def _version(asked: bool) -> None:
 
 
 @app.callback()
-def _root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Say the versions and stop.")) -> None:
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Say the versions and stop."),
+) -> None:
     pass
 
 
@@ -41,8 +43,10 @@ def operators() -> None:
     for name, operator in OPERATORS.items():
         module = inspect.getmodule(operator)
         headline = ((module and module.__doc__) or "").strip().splitlines()[0]
-        parameters = inspect.signature(operator.__init__).parameters.values()  # type: ignore[misc]
-        options = [f"{p.name}={p.default!r}" for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("device", "dtype")]
+        parameters = inspect.signature(operator.__init__).parameters.values()
+        options = [
+            f"{p.name}={p.default!r}" for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("device", "dtype")
+        ]
         table.add_row(name, escape(headline), escape(", ".join(options)))
     Console().print(table)
 

@@ -1,10 +1,10 @@
 """What can go wrong, as types: each message names the thing, the rule and the remedy.
 
-    DmstError
-    ├── OptionError          a value that an option cannot take            (also a ValueError)
-    │   └── UnknownNameError a name that is not in a table                 (also a ValueError)
-    ├── ShapeError           a tensor whose shape or dtype does not fit    (also a ValueError)
-    └── MissingExtraError    an optional library is absent or broken       (also an ImportError)
+DmstError
+├── OptionError          a value that an option cannot take            (also a ValueError)
+│   └── UnknownNameError a name that is not in a table                 (also a ValueError)
+├── ShapeError           a tensor whose shape or dtype does not fit    (also a ValueError)
+└── MissingExtraError    an optional library is absent or broken       (also an ImportError)
 """
 
 from __future__ import annotations
@@ -71,6 +71,5 @@ def need(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except Exception as error:
         raise MissingExtraError(
-            f"{module} could not be imported ({type(error).__name__}: {error}). "
-            f"Install it with: pip install 'dmst[{extra}]'"
+            f"{module} could not be imported ({type(error).__name__}: {error}). Install it with: pip install 'dmst[{extra}]'"
         ) from error

@@ -93,8 +93,7 @@ def variational_rate(
     if normalize_membership:
         membership = membership / _at_least_something(membership.sum(-2, keepdim=True))
     if unit_norm:
-        length = torch.linalg.vector_norm(projected, dim=-1, keepdim=True)
-        projected = torch.where(length > 0, projected / _at_least_something(length), 0)
+        projected = projected / _at_least_something(torch.linalg.vector_norm(projected, dim=-1, keepdim=True))
         gate = None if gate is None else (gate != 0).to(projected.dtype)
     mass = membership.sum(-1)
     moment = _second_moment(projected, membership, mass)
@@ -150,7 +149,7 @@ def _width(projected: Tensor, width: str) -> int:
 
 
 def _at_least_something(mass: Tensor) -> Tensor:
-    """Mass as a divisor: an empty group divides nothing by 1."""
+    """Mass or length as a divisor: what is empty divides nothing by 1."""
     return torch.where(mass > 0, mass, 1)
 
 

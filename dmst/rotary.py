@@ -42,7 +42,9 @@ def check(mode: str, dim: int) -> str:
     return mode
 
 
-def table(mode: str, dim: int, n: int, grid: tuple[int, int] | None, *, device: torch.device, dtype: torch.dtype) -> Table | None:
+def table(
+    mode: str, dim: int, n: int, grid: tuple[int, int] | None, *, device: torch.device, dtype: torch.dtype
+) -> Table | None:
     """The table for `n` tokens (on `grid` = rows, columns for 2d), or None where nothing turns."""
     if mode == "none":
         return None

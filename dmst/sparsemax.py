@@ -1,7 +1,10 @@
 """Sparsemax (the paper's ST): the exact projection of scores onto the simplex.
 
-    sparsemax(s) = argmin_{q in simplex} |q - s|^2 = max(s - tau, 0),   tau = (sum_support s - 1) / |support|
+    sparsemax(s) = argmin_{q in simplex} |q - s|^2 = max(s - tau, 0)
+    tau          = (sum_support s - 1) / |support| = max_j (sum of the scores >= s_j, less 1) / (how many they are)
     J v          = 1_support * (v - mean_support v)
+
+The second form of tau needs no support: sum_S (s_i - tau) <= 1 for every set S, with equality on the support.
 
 Always in at least float32, with the row's maximum subtracted first. A row that holds a NaN becomes NaN
 and no other row changes; an entry at -inf gets 0. There is no host synchronisation.
@@ -38,7 +41,8 @@ def sparsemax(scores: Tensor, dim: int = -1, *, max_active: int | None = None, m
         method = "pairwise" if rows.shape[-1] <= SHORT else "sort"
     if max_active is not None:
         rows = rows.masked_fill(_RANK[method](rows.detach()) >= max_active, -torch.inf)
-    return _Project.apply(rows, method).movedim(-1, dim)
+    project = _Project.apply if rows.requires_grad else _Project.forward
+    return project(rows, method).movedim(-1, dim)
 
 
 def jacobian_product(projection: Tensor, v: Tensor, dim: int = -1) -> Tensor:
@@ -55,7 +59,7 @@ class _Project(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(rows: Tensor, method: str) -> Tensor:  # type: ignore[override]
+    def forward(rows: Tensor, method: str) -> Tensor:
         shifted = rows - rows.amax(-1, keepdim=True)  # a NaN anywhere in the row makes all of it NaN
         threshold = _THRESHOLD[method](shifted)
         return (shifted - threshold).clamp(min=0)  # clamp keeps NaN
@@ -65,28 +69,23 @@ class _Project(torch.autograd.Function):
         ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (projection,) = ctx.saved_tensors
         return jacobian_product(projection, grad), None
 
 
 def _pairwise_threshold(s: Tensor) -> Tensor:
-    """j is in the support iff 1 + c_j s_j > (sum of the c_j scores that are >= s_j). Exact with ties."""
-    at_least = s.unsqueeze(-2) >= s.unsqueeze(-1)  # [j, i] : s_i >= s_j
-    count = at_least.sum(-1)
+    """Each score with those that are at least as large: exact with ties, no order needed."""
+    at_least = s.unsqueeze(-2) >= s.unsqueeze(-1)  # [j, i]: s_i >= s_j
     total = torch.where(at_least, s.unsqueeze(-2), 0).sum(-1)
-    support = 1 + count * s > total
-    size = support.sum(-1, keepdim=True).clamp(min=1)
-    return (torch.where(support, s, 0).sum(-1, keepdim=True) - 1) / size
+    return ((total - 1) / at_least.sum(-1)).amax(-1, keepdim=True)
 
 
 def _sort_threshold(s: Tensor) -> Tensor:
-    """The same test on the sorted row, where c_j is the position and the sum is a prefix sum."""
-    ordered = s.sort(-1, descending=True).values
-    total = ordered.cumsum(-1)
-    position = torch.arange(1, s.shape[-1] + 1, device=s.device, dtype=s.dtype)
-    size = (1 + position * ordered > total).sum(-1, keepdim=True).clamp(min=1)  # a NaN row has none: index stays legal
-    return (total.gather(-1, size - 1) - 1) / size
+    """The same on the sorted row, where those are a prefix. No index is looked up, so none can be out of range."""
+    total = s.sort(-1, descending=True).values.cumsum(-1)
+    count = torch.arange(1, s.shape[-1] + 1, device=s.device, dtype=s.dtype)
+    return ((total - 1) / count).amax(-1, keepdim=True)
 
 
 def _pairwise_rank(s: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def _pairwise_rank(s: Tensor) -> Tensor:
 
 
 def _sort_rank(s: Tensor) -> Tensor:
-    return s.argsort(-1, descending=True, stable=True).argsort(-1)
+    return s.argsort(dim=-1, descending=True, stable=True).argsort(-1)
 
 
 _THRESHOLD = {"pairwise": _pairwise_threshold, "sort": _sort_threshold}

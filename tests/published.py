@@ -32,7 +32,7 @@ def soft_threshold(s: Tensor) -> Tensor:
 
 
 class AttentionDMSA(nn.Module):
-    """The printed listing, line by line: rotary on the input of PI_linear, which is called twice; the gate before the square."""
+    """The printed listing, line by line: rotated input to PI_linear, which is called twice; the gate before the square."""
 
     def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, tokens: int = 4096) -> None:
         super().__init__()

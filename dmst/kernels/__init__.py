@@ -1,9 +1,9 @@
 """Numerical cores. `attend` is the layer; which file computes it is decided here and nowhere else.
 
-    traced (torch.compile, torch.export)      reference     plain torch: the compiler fuses it and chooses what to keep
-    a gradient is wanted                      closed_form   one autograd function, keeps 2 n d
-    no gradient, CPU, sparsemax gate          silent        heads with gate 0 left out where that is faster
-    no gradient, otherwise                    reference
+traced (torch.compile, torch.export)      reference     plain torch: the compiler fuses it and chooses what to keep
+a gradient is wanted                      closed_form   one autograd function, keeps 2 n d
+no gradient, CPU, sparsemax gate          silent        heads with gate 0 left out where that is faster
+no gradient, otherwise                    reference
 """
 
 from __future__ import annotations

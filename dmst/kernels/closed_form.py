@@ -30,7 +30,7 @@ from torch import Tensor
 from dmst import rotary
 from dmst.kernels import reference
 from dmst.kernels.form import GATE, MEMBERSHIP, Form, Weights
-from dmst.kernels.reference import Steps, wide
+from dmst.kernels.reference import Steps, plus, times, wide
 
 
 def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
@@ -42,7 +42,7 @@ class _Attend(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(z: Tensor, *arguments: Any) -> tuple:  # type: ignore[override]
+    def forward(z: Tensor, *arguments: Any) -> tuple:
         *tensors, form, grid, dtype = arguments
         weights = Weights(*tensors)
         steps = reference.take_steps(z, reference.score(z, weights, form, grid), weights, form, dtype)
@@ -52,13 +52,13 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         z, *tensors, ctx.form, ctx.grid, ctx.dtype = inputs
-        out, *steps = output
+        _, *steps = output
         ctx.save_for_backward(z, *tensors, *steps)
         ctx.mark_non_differentiable(*(step for step in steps if step is not None))
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
         z, *rest = ctx.saved_tensors
         tensors, kept = rest[: len(Weights._fields)], rest[len(Weights._fields) :]
         weights, form = Weights(*tensors), ctx.form
@@ -94,16 +94,19 @@ def _pull_back(
     dout: Tensor,
     wanted: Weights,
     wants_z: bool,
-) -> tuple[Tensor | None, Weights]:
+) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
     grads: dict[str, Tensor] = {}
 
     # the output projection
     tokens_out = dout.to(dtype).flatten(0, 1)  # (b n, d)
     weight_out = (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
     dupdate = wide(rearrange(dout.to(dtype) @ weight_out, "b n (k p) -> b k n p", k=form.heads))
-    update = rearrange(reference.update_of(steps, weights.theta, form), "b k n p -> (b n) (k p)").to(dtype)
+    if wanted.out or (wanted.subspace and weights.out is None):
+        update = rearrange(reference.update_of(steps, weights.theta, form), "b k n p -> (b n) (k p)").to(dtype)
+        dout_weight = tokens_out.mT @ update
+        del update
     if wanted.out:
-        grads["out"] = tokens_out.mT @ update
+        grads["out"] = dout_weight
     if wanted.out_bias:
         grads["out_bias"] = wide(tokens_out).sum(0)
 
@@ -134,7 +137,7 @@ def _pull_back(
     if wanted.subspace:
         grads["subspace"] = dflat.flatten(0, 1).mT @ z.to(dtype).flatten(0, 1)
         if weights.out is None:
-            grads["subspace"] = grads["subspace"] + update.mT @ tokens_out
+            grads["subspace"] = grads["subspace"] + dout_weight.mT
     if wanted.subspace_bias:
         grads["subspace_bias"] = wide(dflat).sum((0, 1))
     dz = dflat @ weights.subspace.to(dtype) if wants_z else None
@@ -143,10 +146,9 @@ def _pull_back(
     if weights.assign is not None:
         if wanted.assign_bias:
             grads["assign_bias"] = dscores.sum((0, 2))
-        from_scores, grads["assign"] = _score_pullback(z, weights.assign, form, grid, dscores.mT)
-        dz = None if dz is None else dz + from_scores
+        dz, grads["assign"] = _score_pullback(z, weights.assign, form, grid, dscores.mT, dz)
     dz = None if dz is None else dz.to(z.dtype)
-    return dz, Weights(*(_fit(grads.get(name), weight) for name, weight in zip(Weights._fields, weights, strict=True)))
+    return dz, tuple(_fit(grads.get(name), weight) for name, weight in zip(Weights._fields, weights, strict=True))
 
 
 def _fit(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
@@ -159,14 +161,13 @@ def _gradient_core(steps: Steps, theta: Tensor | None, form: Form, dupdate: Tens
     values, membership = wide(steps.projected), steps.membership.unsqueeze(-1)
     r, sign = form.power, form.sign
     share = dupdate * values
-    total = (membership * share).sum(-2)  # A
+    total = (share * membership).sum(-2)  # A
     slope = sign * gate**r * attenuation  # c1
     dmoment = -sign * gate ** (r + 2) * attenuation.square() * total
     dgate = (sign * gate ** (r - 1) * total * attenuation * (r - 2 * (1 - attenuation))).sum(-1)
-    dvalues, dmembership = _moment_pullback(steps, form, values, dmoment)
-    dvalues = dvalues + membership * dupdate * slope.unsqueeze(-2)
-    dmembership = dmembership + (share * slope.unsqueeze(-2)).sum(-1)
-    return _Core(dvalues, dmembership, dgate, None)
+    dmembership = times(share, slope.unsqueeze(-2)).sum(-1)
+    dvalues = times(times(dupdate, slope.unsqueeze(-2)), membership)
+    return _add_moment(steps, form, dmoment, _Core(dvalues, dmembership, dgate, None))
 
 
 def _proximal_core(steps: Steps, theta: Tensor | None, form: Form, dupdate: Tensor) -> _Core:
@@ -181,20 +182,22 @@ def _proximal_core(steps: Steps, theta: Tensor | None, form: Form, dupdate: Tens
     total = (membership * q).sum(-2)  # B
     dmoment = theta * gate**4 * attenuation.square() * total
     dgate = (-2 * theta * gate * attenuation.square() * total).sum(-1)
-    dvalues, dmembership = _moment_pullback(steps, form, values, dmoment)
-    dvalues = dvalues - dupdate * w / (1 + w)
-    dmembership = dmembership - (q * (theta * strength).unsqueeze(-2)).sum(-1)
-    return _Core(dvalues, dmembership, dgate, -(strength * total).sum())
+    dmembership = -times(q, (theta * strength).unsqueeze(-2)).sum(-1)
+    dvalues = times(-w / (1 + w), dupdate)
+    return _add_moment(steps, form, dmoment, _Core(dvalues, dmembership, dgate, -(strength * total).sum()))
 
 
-def _moment_pullback(steps: Steps, form: Form, values: Tensor, dmoment: Tensor) -> tuple[Tensor, Tensor]:
-    """From dT to its part of dS and dpi."""
+def _add_moment(steps: Steps, form: Form, dmoment: Tensor, core: _Core) -> _Core:
+    """Add what dT asks of the projected tokens and of the membership."""
+    values = wide(steps.projected)
     per_mass = dmoment / steps.mass.unsqueeze(-1)
     bent = values * per_mass.unsqueeze(-2)
     if form.uniform_moment:
-        return 2 * bent, torch.zeros_like(steps.membership)
-    dmembership = (bent * values).sum(-1) - (per_mass * steps.second_moment).sum(-1, keepdim=True)
-    return 2 * steps.membership.unsqueeze(-1) * bent, dmembership
+        return core._replace(projected=core.projected + 2 * bent)
+    mean = (per_mass * steps.second_moment).sum(-1, keepdim=True)
+    dvalues = plus(core.projected, bent, steps.membership.unsqueeze(-1), 2.0)
+    dmembership = core.membership + times(bent, values).sum(-1) - mean
+    return core._replace(projected=dvalues, membership=dmembership)
 
 
 def _energy_pullback(projected: Tensor, denergy: Tensor, form: Form) -> Tensor:
@@ -209,21 +212,18 @@ def _energy_pullback(projected: Tensor, denergy: Tensor, form: Form) -> Tensor:
 
 
 def _score_pullback(
-    z: Tensor, assign: Tensor, form: Form, grid: tuple[int, int] | None, dscores: Tensor
-) -> tuple[Tensor, Tensor]:
-    """From dscores (b, n, k) to rot_n^T sum_k dscores assign_k (b, n, d) and sum_n dscores rot_n z_n (k, d)."""
+    z: Tensor, assign: Tensor, form: Form, grid: tuple[int, int] | None, dscores: Tensor, dz: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """From dscores (b, n, k): dz + rot_n^T sum_k dscores assign_k (b, n, d), and sum_n dscores rot_n z_n (k, d)."""
     z, assign = wide(z), wide(assign)
-    b, n, d = z.shape
-    positions = rotary.table(form.rotary, d, n, grid, device=z.device, dtype=z.dtype)
+    dz = None if dz is None else wide(dz)
+    flat = dscores.flatten(0, 1)
+    positions = rotary.table(form.rotary, z.shape[-1], z.shape[-2], grid, device=z.device, dtype=z.dtype)
     if positions is None:
-        return dscores @ assign, dscores.flatten(0, 1).mT @ z.flatten(0, 1)
-    if form.heads >= 2 * b:  # the same choice as in `reference.score`
-        flat = dscores.flatten(0, 1).mT
-        by_cos, by_sin = (flat @ (z * side).flatten(0, 1) for side in positions)
-        dz = dscores @ assign * positions.cos + dscores @ rotary.turn(assign) * positions.sin
-    else:
-        by_token = dscores.transpose(0, 1)  # (n, b, k)
-        dz = torch.bmm(by_token, reference.turned_weights(assign, positions)).transpose(0, 1)
-        gathered = torch.bmm(by_token.mT, z.transpose(0, 1))  # (n, k, d)
-        by_cos, by_sin = ((gathered * side.unsqueeze(1)).sum(0) for side in positions)
+        dz = None if dz is None else dz + (flat @ assign).view_as(z)
+        return dz, flat.mT @ z.flatten(0, 1)
+    if dz is not None:
+        dz = plus(dz, (flat @ assign).view_as(z), positions.cos)
+        dz = plus(dz, (flat @ rotary.turn(assign)).view_as(z), positions.sin)
+    by_cos, by_sin = reference.turned_products(z, positions, lambda tokens, w: w.mT @ tokens.flatten(0, 1), flat, flat)
     return dz, by_cos + rotary.turn_back(by_sin)

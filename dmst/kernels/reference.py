@@ -1,7 +1,7 @@
 """The layer in readable steps: the definition that every other kernel is compared with.
 
     projected  s_nk  = z_n U_k + bias                                    (b, k, n, p)   in the compute dtype
-    scores     l_nk  = <rot_n z_n, assign_k> + bias                      (b, k, n)      from here to the update: at least float32
+    scores     l_nk  = <rot_n z_n, assign_k> + bias                      (b, k, n)      from here on at least float32
     membership pi_nk = sigmoid(l_nk)          | softmax, sparsemax over tokens, softmax of energy (TSSA)
     gate       g_k   = scale * sparsemax_k(mean_n l_nk)                  (b, k)         | other activations, or none
     moment     T_ki  = sum_n pi_nk s_nki^2 / (mass_k + delta)            (b, k, p)      mass_k = sum_n pi_nk
@@ -15,6 +15,7 @@ Every step is plain differentiable torch, to any order. The logical shape (b, k,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -60,6 +61,24 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def in_place() -> bool:
+    """Whether a temporary may be overwritten: not while autograd, a compiler or a transform is looking.
+
+    On the CPU most of the time of an elementwise pass goes into touching new memory, so this is worth a third of it.
+    """
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+
+
+def times(mine: Tensor, other: Tensor) -> Tensor:
+    """mine * other, into `mine`, which nobody else may read afterwards."""
+    return mine.mul_(other) if in_place() else mine * other
+
+
+def plus(mine: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+    """mine + scale * x * y, into `mine` likewise."""
+    return mine.addcmul_(x, y, value=scale) if in_place() else torch.addcmul(mine, x, y, value=scale)
+
+
 def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if x is None else x.to(dtype)
 
@@ -71,31 +90,29 @@ def project(z: Tensor, weights: Weights, heads: int, dtype: torch.dtype) -> Tens
 
 
 def score(z: Tensor, weights: Weights, form: Form, grid: tuple[int, int] | None) -> Tensor | None:
-    """l_nk = <rot_n z_n, assign_k> + bias, or None where the layer has no `assign`.
-
-    Either the tokens are multiplied by the tables (2 b n d) or the weights are (2 k n d, shared by the batch): the
-    cheaper by size. A traced graph takes the tokens, so that it holds for every batch size.
-    """
+    """l_nk = <rot_n z_n, assign_k> + bias, or None where the layer has no `assign`."""
     if weights.assign is None:
         return None
     z, assign = wide(z), wide(weights.assign)
-    b, n, d = z.shape
-    positions = rotary.table(form.rotary, d, n, grid, device=z.device, dtype=z.dtype)
+    positions = rotary.table(form.rotary, z.shape[-1], z.shape[-2], grid, device=z.device, dtype=z.dtype)
     if positions is None:
         scores = z @ assign.mT
-    elif torch.compiler.is_compiling() or form.heads >= 2 * b:
-        scores = (z * positions.cos) @ assign.mT + (z * positions.sin) @ rotary.turn(assign).mT
-    else:
-        turned = turned_weights(assign, positions)
-        scores = torch.bmm(z.transpose(0, 1), turned.mT).transpose(0, 1)
+    else:  # <rot_n z, w> = <z cos_n, w> + <z sin_n, turn w>: no token is shuffled
+        by_cos, by_sin = turned_products(z, positions, lambda tokens, w: tokens @ w.mT, assign, rotary.turn(assign))
+        scores = by_cos + by_sin
     if weights.assign_bias is not None:
         scores = scores + wide(weights.assign_bias)
     return scores.mT
 
 
-def turned_weights(assign: Tensor, positions: rotary.Table) -> Tensor:
-    """rot_n^T assign_k for every token: (n, k, d)."""
-    return torch.addcmul(positions.cos.unsqueeze(1) * assign, positions.sin.unsqueeze(1), rotary.turn(assign))
+def turned_products(
+    z: Tensor, positions: rotary.Table, product: Callable[[Tensor, Tensor], Tensor], by_cos: Tensor, by_sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """product(z cos, by_cos) and product(z sin, by_sin), one after the other in one buffer."""
+    turned = z * positions.cos
+    first = product(turned, by_cos)
+    turned = torch.mul(z, positions.sin, out=turned) if in_place() else z * positions.sin
+    return first, product(turned, by_sin)
 
 
 def membership_of(scores: Tensor | None, projected: Tensor | None, temperature: Tensor | None, form: Form) -> Tensor:
@@ -142,7 +159,7 @@ def token_moments(
     else:
         mass = membership.sum(-1) + form.delta
         mass = mass if form.delta else torch.where(mass > 0, mass, 1)
-        energy = (membership.unsqueeze(-1) * values * values).sum(-2)
+        energy = times(values * membership.unsqueeze(-1), values).sum(-2)
     return energy / mass.unsqueeze(-1), mass
 
 
@@ -173,8 +190,8 @@ def update_of(steps: Steps, theta: Tensor | None, form: Form) -> Tensor:
     if form.update == "proximal":
         assert theta is not None
         w = membership * (wide(theta) * gate.square() * attenuation).unsqueeze(-2)
-        return -(w / (1 + w)) * values
-    return values * membership * (form.sign * gate**form.power * attenuation).unsqueeze(-2)
+        return times(-w / (1 + w), values)
+    return times(values * membership, (form.sign * gate**form.power * attenuation).unsqueeze(-2))
 
 
 def project_out(update: Tensor, weights: Weights, dtype: torch.dtype) -> Tensor:

@@ -23,12 +23,13 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
     scores = reference.score(z, weights, form, grid)
     _, gate = reference.gate_of(scores, form)
     assert gate is not None
-    on = gate != 0  # a NaN gate counts as on, so that it shows
-    if z.shape[1] < TOKENS or on.sum() > WORTH * on.numel():
-        steps = reference.take_steps(z, scores, weights, form, dtype)
-        return reference.project_out(reference.update_of(steps, weights.theta, form), weights, dtype)
     membership = reference.membership_of(scores, None, None, form)
-    return attend_active(z, weights, form, membership, gate, on, dtype)
+    on = gate != 0  # a NaN gate counts as on, so that it shows
+    if z.shape[1] >= TOKENS and on.sum() <= WORTH * on.numel():
+        return attend_active(z, weights, form, membership, gate, on, dtype)
+    projected = reference.project(z, weights, form.heads, dtype)
+    update = reference.token_statistics(projected, membership, gate, weights.theta, form=form)
+    return reference.project_out(update, weights, dtype)
 
 
 def attend_active(
@@ -54,8 +55,11 @@ def attend_active(
 def _only(weights: Weights, k: int, heads: list[int]) -> Weights:
     """The rows of `subspace` and the columns of `out` that belong to `heads`."""
 
-    def rows(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.unflatten(0, (k, -1))[heads].flatten(0, 1)
+    def rows(x: Tensor) -> Tensor:
+        return x.unflatten(0, (k, -1))[heads].flatten(0, 1)
 
-    out = None if weights.out is None else weights.out.unflatten(1, (k, -1))[:, heads].flatten(1)
-    return weights._replace(subspace=rows(weights.subspace), subspace_bias=rows(weights.subspace_bias), out=out)
+    return weights._replace(
+        subspace=rows(weights.subspace),
+        subspace_bias=None if weights.subspace_bias is None else rows(weights.subspace_bias),
+        out=None if weights.out is None else weights.out.unflatten(1, (k, -1))[:, heads].flatten(1),
+    )

@@ -1,6 +1,6 @@
 """One equation per file, one table of them all. A new operator is one file here and one line below.
 
-    OPERATORS["dmsa"](dim, num_heads, **options)       create("dmsa", dim, num_heads, **options)
+OPERATORS["dmsa"](dim, num_heads, **options)       create("dmsa", dim, num_heads, **options)
 """
 
 from __future__ import annotations
@@ -37,6 +37,4 @@ def create(name: str, dim: int, num_heads: int, **options: Any) -> Operator:
     return OPERATORS[name](dim, num_heads, **options)
 
 
-__all__ = [
-    "DMSA", "MHSA", "MSSA", "OPERATORS", "TPSUSA", "TPUSA", "TSSA", "XCA", "GatedChannel", "Operator", "Parts", "Spatial", "create",
-]  # fmt: skip
+__all__ = ["OPERATORS", "Operator", "Parts", "Spatial", "create", *(operator.__name__ for operator in OPERATORS.values())]

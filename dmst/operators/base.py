@@ -95,4 +95,3 @@ class Spatial(nn.Module):
         h, w = x.shape[-2:]
         update = self.operator(rearrange(x, "b c h w -> b (h w) c"), grid=(h, w))
         return rearrange(update, "b (h w) c -> b c h w", h=h, w=w)
-

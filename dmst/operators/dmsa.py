@@ -50,9 +50,7 @@ class DMSA(TokenStatistics):
         bias = lineage_options(DMSA, bias, options)
         membership = choose("membership_activation", membership_activation, MEMBERSHIPS)
         form = gated_form(num_heads, membership, mode, gate_activation, gate_scale, max_active_heads, rotary)
-        super().__init__(
-            dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype
-        )
+        super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)
 
 
 def gated_form(

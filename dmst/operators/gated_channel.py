@@ -39,9 +39,7 @@ class GatedChannel(TokenStatistics):
         bias = lineage_options(GatedChannel, bias, options)
         uniform = choose("moment_weight", moment_weight, ("uniform", "membership")) == "uniform"
         form = Form(heads=num_heads, gate=None, rotary=rotary, uniform_moment=uniform, sign=1.0)
-        super().__init__(
-            dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype
-        )
+        super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)
 
     def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> None:
         return None

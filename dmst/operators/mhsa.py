@@ -1,6 +1,6 @@
 """MHSA, ordinary softmax attention: the baseline. It descends no rate.
 
-    [q k v] = z W + bias        out( softmax_n'(q_nk . k_n'k / sqrt p) v_n'k )
+[q k v] = z W + bias        out( softmax_n'(q_nk . k_n'k / sqrt p) v_n'k )
 """
 
 from __future__ import annotations

@@ -43,7 +43,9 @@ class MSSA(Operator):
         super().__init__(dim, num_heads)
         bias = lineage_options(MSSA, bias, options)
         if relaxed is not None and not 0 < relaxed <= 1:
-            raise OptionError(f"relaxed is {relaxed!r}: the step kappa must be above 0 and at most 1, or None for CRATE's plain form.")
+            raise OptionError(
+                f"relaxed is {relaxed!r}: the step kappa must be above 0 and at most 1, or None for CRATE's plain form."
+            )
         self.relaxed = relaxed
         self.subspace = nn.Linear(dim, dim, bias=bias, device=device, dtype=dtype)
         self.out = nn.Linear(dim, dim, device=device, dtype=dtype) if relaxed is None else None

@@ -34,9 +34,5 @@ class TPUSA(TokenStatistics):
         **options: Any,
     ) -> None:
         bias = lineage_options(TPUSA, bias, options)
-        form = Form(
-            heads=num_heads, membership="token_sparsemax", gate=None, rotary=rotary, rescale=token_sparse_rescale
-        )
-        super().__init__(
-            dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype
-        )
+        form = Form(heads=num_heads, membership="token_sparsemax", gate=None, rotary=rotary, rescale=token_sparse_rescale)
+        super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)

@@ -39,8 +39,6 @@ class TSSA(TokenStatistics):
     ) -> None:
         bias = lineage_options(TSSA, bias, options)
         choose("position_scores", position_scores, ("none", "1d", "2d"))
-        form = Form(
-            heads=num_heads, membership="energy", gate=None, rotary=position_scores, normalize_tokens=normalize_tokens
-        )
+        form = Form(heads=num_heads, membership="energy", gate=None, rotary=position_scores, normalize_tokens=normalize_tokens)
         scored = position_scores != "none"
         super().__init__(dim, form, bias=bias, proj_drop=proj_drop, assign=scored, device=device, dtype=dtype)

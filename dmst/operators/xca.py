@@ -1,7 +1,7 @@
 """XCA, cross-covariance attention (XCiT): channels look at channels, linear in tokens. It descends no rate.
 
-    [q k v] = z W + bias, as (p, n) a head, rows of q and k scaled to length 1 over tokens
-    out( softmax_i'(temperature_k q_ki . k_ki') v_ki' )
+[q k v] = z W + bias, as (p, n) a head, rows of q and k scaled to length 1 over tokens
+out( softmax_i'(temperature_k q_ki . k_ki') v_ki' )
 """
 
 from __future__ import annotations

@@ -1,0 +1,42 @@
+# Each target sets up what it needs in .venv and re-uses it. Versions come from requirements/constraints.txt alone:
+# an unconstrained torch or torchvision would pull gigabytes of CUDA onto a CPU machine.
+PYTHON ?= python3
+export PIP_CONSTRAINT := $(CURDIR)/requirements/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+BIN := .venv/bin
+
+.PHONY: help setup test lint format bench clean
+
+help:
+	@echo "make setup   the package and its development tools in .venv"
+	@echo "make test    linters, types, every test, coverage"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff rewrite the files"
+	@echo "make bench   time the operators on this machine"
+	@echo "make clean   remove what the other targets made"
+
+setup: .venv/.dev
+
+.venv/.dev: pyproject.toml requirements/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+test: setup lint
+	$(BIN)/pytest --numprocesses 2 --cov --cov-fail-under=95
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/python benchmarks/operators.py
+
+clean:
+	rm -rf .venv dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

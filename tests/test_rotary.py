@@ -1,0 +1,121 @@
+"""Rotary tables: against complex multiplication, by identity rows, and as shared state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dmst import rotary
+from dmst.errors import OptionError, ShapeError, UnknownNameError
+from tests.cases import relative
+from tests.published import apply_rotary, rotary_table
+
+CPU, F64 = torch.device("cpu"), torch.float64
+
+
+def line(dim: int, n: int, dtype: torch.dtype = F64) -> rotary.Table:
+    found = rotary.table("1d", dim, n, None, device=CPU, dtype=dtype)
+    assert found is not None
+    return found
+
+
+def plane(dim: int, grid: tuple[int, int], dtype: torch.dtype = F64) -> rotary.Table:
+    found = rotary.table("2d", dim, grid[0] * grid[1], grid, device=CPU, dtype=dtype)
+    assert found is not None
+    return found
+
+
+def test_1d_is_the_complex_rotation() -> None:
+    z = torch.randn(2, 197, 22, dtype=F64)
+    assert relative(rotary.rotate(z, line(22, 197)), apply_rotary(z, rotary_table(22, 197))) < 1e-14
+
+
+def test_2d_by_hand() -> None:
+    dim, rows, columns = 12, 3, 5
+    table = plane(dim, (rows, columns))
+    for token in range(rows * columns):
+        row, column = divmod(token, columns)
+        for pair in range(dim // 2):
+            index, j = (row, pair) if pair < dim // 4 else (column, pair - dim // 4)
+            angle = torch.tensor(index * 10000.0 ** (-2 * j / (dim // 2)), dtype=F64)
+            for channel in (2 * pair, 2 * pair + 1):
+                assert abs(table.cos[token, channel] - angle.cos()) < 1e-15
+                assert abs(table.sin[token, channel] - angle.sin()) < 1e-15
+
+
+@pytest.mark.parametrize(("dtype", "bar"), [(F64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("mode", ["1d", "2d"])
+def test_row_13_a_rotation_moves_to_the_other_side(mode: str, dtype: torch.dtype, bar: float) -> None:
+    z = torch.randn(63, 20).to(dtype)
+    w = torch.randn(20).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    table, exact = (line(20, 63, t) if mode == "1d" else plane(20, (7, 9), t) for t in (wide, F64))
+    assert table is not None and exact is not None
+    direct = rotary.rotate(z.double(), exact) @ w.double()
+    z, w = z.to(wide), w.to(wide)
+    folded = (z * table.cos) @ w + (z * table.sin) @ rotary.turn(w)
+    assert relative(folded, direct) < bar
+    turned_back = torch.stack([w * c - rotary.turn_back(w) * s for c, s in zip(*table, strict=True)])  # rot_n^T w
+    assert relative((z * turned_back).sum(-1), direct) < bar
+
+
+def test_turn_and_its_transpose() -> None:
+    w, v = torch.randn(2, 8, dtype=F64)
+    assert torch.equal(rotary.turn(torch.tensor([1.0, 2.0, 3.0, 4.0])), torch.tensor([2.0, -1.0, 4.0, -3.0]))
+    torch.testing.assert_close(rotary.turn(w) @ v, w @ rotary.turn_back(v))
+
+
+def test_row_13_growth_keeps_old_rows_to_the_bit() -> None:
+    before = line(26, 50)
+    old = before.cos.clone(), before.sin.clone()
+    after = line(26, 5000)
+    assert after.cos.shape == (5000, 26)
+    assert torch.equal(after.cos[:50], old[0])
+    assert torch.equal(after.sin[:50], old[1])
+    assert torch.equal(before.cos, old[0])
+
+
+def test_one_table_serves_every_layer() -> None:
+    first, second = line(28, 40), line(28, 33)
+    assert first.cos.data_ptr() == second.cos.data_ptr()
+    assert plane(28, (4, 5)).cos.data_ptr() == plane(28, (4, 5)).cos.data_ptr()
+    for side in range(2, 50):  # the memory of grids is bounded
+        plane(28, (side, 2))
+    assert len(rotary._PLANES) <= rotary._PLANES_KEPT
+
+
+def test_float32_table_is_the_rounded_float64_one() -> None:
+    assert torch.equal(line(30, 4097, torch.float32).sin, line(30, 4097).sin.float())
+
+
+def test_a_table_made_in_inference_mode_can_be_trained_with() -> None:
+    with torch.inference_mode():
+        line(34, 10)
+        plane(36, (2, 3))
+    z = torch.randn(10, 34, dtype=F64, requires_grad=True)
+    rotary.rotate(z, line(34, 10)).sum().backward()
+    z = torch.randn(6, 36, dtype=F64, requires_grad=True)
+    rotary.rotate(z, plane(36, (2, 3))).sum().backward()
+
+
+def test_a_fake_table_is_not_left_for_others() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        line(38, 10)
+    assert type(line(38, 10).cos) is torch.Tensor
+
+
+def test_none_and_errors() -> None:
+    assert rotary.table("none", 15, 7, None, device=CPU, dtype=F64) is None
+    assert rotary.check("none", 15) == "none"
+    with pytest.raises(OptionError, match=r"dim is 15.*divisible by 2"):
+        rotary.check("1d", 15)
+    with pytest.raises(OptionError, match=r"dim is 18.*divisible by 4"):
+        rotary.check("2d", 18)
+    with pytest.raises(UnknownNameError, match=r"'3d'.*Did you mean '2d'|'3d'.*Did you mean '1d'"):
+        rotary.check("3d", 16)
+    with pytest.raises(ShapeError, match="needs grid"):
+        rotary.table("2d", 16, 12, None, device=CPU, dtype=F64)
+    with pytest.raises(ShapeError, match="3 x 5 = 15 tokens, but z has 12"):
+        rotary.table("2d", 16, 12, (3, 5), device=CPU, dtype=F64)
