@@ -15,8 +15,6 @@ The `topk` of the published ST is a partial-sort hint that changes no result, so
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -41,8 +39,11 @@ def sparsemax(scores: Tensor, dim: int = -1, *, max_active: int | None = None, m
         method = "pairwise" if rows.shape[-1] <= SHORT else "sort"
     if max_active is not None:
         rows = rows.masked_fill(_RANK[method](rows.detach()) >= max_active, -torch.inf)
-    project = _Project.apply if rows.requires_grad else _Project.forward
-    return project(rows, method).movedim(-1, dim)
+    projection = _project(rows.detach(), method)
+    if rows.requires_grad:  # J is constant around a point, so a map with that J carries the gradient, to every order
+        linear = jacobian_product(projection, rows)
+        projection = projection + (linear - linear.detach())  # adds exactly 0
+    return projection.movedim(-1, dim)
 
 
 def jacobian_product(projection: Tensor, v: Tensor, dim: int = -1) -> Tensor:
@@ -53,25 +54,9 @@ def jacobian_product(projection: Tensor, v: Tensor, dim: int = -1) -> Tensor:
     return torch.where(support, v - mean, 0)
 
 
-class _Project(torch.autograd.Function):
-    """Forward by comparison or sort; backward from the strict support {q > 0} of the result itself."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(rows: Tensor, method: str) -> Tensor:
-        shifted = rows - rows.amax(-1, keepdim=True)  # a NaN anywhere in the row makes all of it NaN
-        threshold = _THRESHOLD[method](shifted)
-        return (shifted - threshold).clamp(min=0)  # clamp keeps NaN
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (projection,) = ctx.saved_tensors
-        return jacobian_product(projection, grad), None
+def _project(rows: Tensor, method: str) -> Tensor:
+    shifted = rows - rows.amax(-1, keepdim=True)  # a NaN anywhere in the row makes all of it NaN
+    return (shifted - _THRESHOLD[method](shifted)).clamp(min=0)  # and clamp keeps it
 
 
 def _pairwise_threshold(s: Tensor) -> Tensor:

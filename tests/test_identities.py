@@ -406,7 +406,9 @@ def test_row_16_silent_heads_can_be_left_out(mode: str, dtype: torch.dtype, bar:
         out=None if weights.out is None else weights.out[:, keep],
     )
     projected = reference.project(z, some, len(on), dtype)
-    update = reference.token_statistics(projected, scores.sigmoid()[:, on], sparsemax(scores.mean(-1))[:, on], form=operator.form)
+    update = reference.token_statistics(
+        projected, scores.sigmoid()[:, on], sparsemax(scores.mean(-1))[:, on], form=operator.form
+    )
     sparse_out = reference.project_out(update, some, dtype)
     assert relative(sparse_out, out) < bar
     sparse = torch.autograd.grad(sparse_out, (z, *operator.parameters()), grad)

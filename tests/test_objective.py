@@ -31,7 +31,9 @@ def test_coding_rate_by_hand() -> None:
     z = torch.tensor([[[2.0, 0.0], [0.0, 1.0]]], dtype=F64)
     assert o.coding_rate(z, eps=0.5).item() == pytest.approx(0.5 * (math.log(17) + math.log(5)), abs=1e-14)
     # one token (3, 4): rank one, d/(n eps^2) = 2: 1/2 ln(1 + 2 * 25)
-    assert o.coding_rate(torch.tensor([[[3.0, 4.0]]], dtype=F64), eps=1.0).item() == pytest.approx(0.5 * math.log(51), abs=1e-14)
+    assert o.coding_rate(torch.tensor([[[3.0, 4.0]]], dtype=F64), eps=1.0).item() == pytest.approx(
+        0.5 * math.log(51), abs=1e-14
+    )
 
 
 def test_group_rate_by_hand() -> None:
@@ -63,7 +65,9 @@ def test_variational_and_projected_rate_by_hand() -> None:
 
 
 def test_complete_rate_by_hand() -> None:
-    z = torch.tensor([[[2.0, 0.0, 1.0]]], dtype=F64)  # one token, one subspace = first axis: inside 4, outside 1 over 2 directions
+    z = torch.tensor(
+        [[[2.0, 0.0, 1.0]]], dtype=F64
+    )  # one token, one subspace = first axis: inside 4, outside 1 over 2 directions
     line = torch.tensor([[[1.0], [0.0], [0.0]]], dtype=F64)
     expected = 0.5 * (math.log(1 + 3 * 4) + 2 * math.log(1 + 3 * 0.5))
     assert o.complete_rate(z, line, torch.ones(1, 1, 1, dtype=F64), eps=1.0).item() == pytest.approx(expected, abs=1e-14)

@@ -201,5 +201,3 @@ def test_bad_cap(cap: object) -> None:
 def test_bad_method() -> None:
     with pytest.raises(UnknownNameError, match="'sort'"):
         sparsemax(torch.zeros(3), method="sorted")
-
-

@@ -14,25 +14,23 @@ import torch
 from torch import Tensor
 
 from dmst.kernels import closed_form, reference, silent
+from dmst.kernels.autocast import autocast_is_on, without_autocast
 from dmst.kernels.form import Form, Weights
 
-__all__ = ["Form", "Weights", "attend", "compute_dtype", "reference"]
+__all__ = ["Form", "Weights", "attend", "compute_dtype", "reference", "without_autocast"]
 
 
 def compute_dtype(z: Tensor) -> torch.dtype:
     """The dtype of the large projections: autocast's where it is on (it leaves float64 alone), else that of z."""
-    device = z.device.type
-    if torch.is_autocast_enabled(device) and z.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
+    if autocast_is_on(z) and z.dtype != torch.float64:
+        return torch.get_autocast_dtype(z.device.type)
     return z.dtype
 
 
 def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None) -> Tensor:
     """The layer on z (b, n, d): projections in the compute dtype, everything between them in at least float32."""
-    kernel, dtype, device = _choose(z, weights, form), compute_dtype(z), z.device.type
-    if not torch.is_autocast_enabled(device):
-        return kernel(z, weights, form, grid=grid, dtype=dtype)
-    with torch.autocast(device, enabled=False):  # the scores must not be rounded on their way
+    kernel, dtype = _choose(z, weights, form), compute_dtype(z)
+    with without_autocast(z):  # the scores must not be rounded on their way
         return kernel(z, weights, form, grid=grid, dtype=dtype)
 
 

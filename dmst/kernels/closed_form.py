@@ -10,7 +10,7 @@ listing keeps 7 n d. With G = dL/dupdate, sign = -1 (+1 in the gated channel), r
                      dg  = -2 theta g sum_i a^2 B                       dtheta = -sum g^2 a B
                      dS  = -G w/(1+w)           dpi = -theta g^2 sum_i a q
     the moment adds  dS += 2 pi s dT/mass       dpi += sum_i dT (s^2 - T)/mass      (uniform: 2 s dT/n, and nothing)
-    TSSA's energy    e = sum_i s^2/E_i,  E_i = sum_n s^2:   dS += 2 s (de/E - sum_n(de s^2)/E^2)
+    TSSA's energy    e = sum_i s^2/E_i,  E_i = sum_n s^2:   dS += 2 s/E (de - sum_n de s^2/E)
     then             dscores = pullback(dpi) + pullback(dg)/n
     d subspace = dS^T z    d out = dout^T update (recomputed)    d assign_k = sum_n dscores_nk rot_n z_n
     dz = dS W_in + rot_n^T sum_k dscores_nk assign_k
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dmst import rotary
 from dmst.kernels import reference
+from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import GATE, MEMBERSHIP, Form, Weights
 from dmst.kernels.reference import Steps, plus, times, wide
 
@@ -64,7 +65,7 @@ class _Attend(torch.autograd.Function):
         weights, form = Weights(*tensors), ctx.form
         if dout is None:
             return (None,) * (len(tensors) + 4)
-        with torch.autocast(dout.device.type, enabled=False):
+        with without_autocast(dout):
             if torch.is_grad_enabled():  # a second derivative will follow: what was kept carries no graph
                 scores = reference.score(z, weights, form, ctx.grid)
                 steps = reference.take_steps(z, scores, weights, form, ctx.dtype)
@@ -207,8 +208,8 @@ def _energy_pullback(projected: Tensor, denergy: Tensor, form: Form) -> Tensor:
         return 2 * values * denergy.unsqueeze(-1)
     square = values.square()
     channel = reference.channel_energy(square)
-    spread = (denergy.unsqueeze(-1) * square).sum(-2, keepdim=True) / channel.square()
-    return 2 * values * (denergy.unsqueeze(-1) / channel - spread)
+    mean = (denergy.unsqueeze(-1) * (square / channel)).sum(-2, keepdim=True)
+    return 2 * values / channel * (denergy.unsqueeze(-1) - mean)  # the difference first: it is 0 for one token, exactly
 
 
 def _score_pullback(

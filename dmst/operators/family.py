@@ -83,7 +83,7 @@ class TokenStatistics(Operator):
         """The very steps that `forward` takes, in plain torch, every head."""
         self.check(z)
         dtype, weights = kernels.compute_dtype(z), self.weights()
-        with torch.autocast(z.device.type, enabled=False):
+        with kernels.without_autocast(z):
             steps = reference.take_steps(z, reference.score(z, weights, self.form, grid), weights, self.form, dtype)
         return Parts(projected=steps.projected, membership=steps.membership, gate=steps.gate)
 

@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmst.kernels import without_autocast
 from dmst.kernels.reference import wide
 from dmst.operators.base import Grid, Operator, Parts, lineage_options
 
@@ -47,7 +48,7 @@ class XCA(Operator):
         """`projected` is v: what is mixed."""
         self.check(z)
         q, k, v = rearrange(self.qkv(z), "b n (three k p) -> three b k n p", three=3, k=self.num_heads)
-        with torch.autocast(z.device.type, enabled=False):  # norms over many tokens overflow float16
+        with without_autocast(z):  # norms over many tokens overflow float16
             q, k = (F.normalize(wide(x), dim=-2) for x in (q, k))
             attention = (wide(self.temperature) * (q.mT @ k)).softmax(-1)
         return Parts(projected=v, attention=attention)

@@ -1,0 +1,405 @@
+"""The contract: every entry of OPERATORS, with every kind of option, keeps the same promises."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dmst
+from dmst.errors import OptionError, ShapeError, UnknownNameError
+from dmst.kernels import reference
+from dmst.operators import DMSA, MHSA, OPERATORS, TSSA, Operator, Spatial, create
+from dmst.operators.family import TokenStatistics
+from dmst.operators.orthonormal import OrthonormalLinear
+from tests.cases import VARIANTS, build, excite, gradients, grid_of, label, relative, tokens
+
+F64 = torch.float64
+variants = pytest.mark.parametrize("case", VARIANTS, ids=label)
+every = pytest.mark.parametrize("name", OPERATORS)
+
+
+def test_every_operator_is_in_the_variants() -> None:
+    assert {name for name, _ in VARIANTS} == set(OPERATORS)
+
+
+@variants
+@pytest.mark.parametrize("n", [1, 6, 63, 197])
+def test_shape_is_kept(case: tuple, n: int) -> None:
+    operator = build(*case, dtype=torch.float32)
+    z = tokens(n=n, dtype=torch.float32)
+    for out in (operator(z, grid=grid_of(n)), operator.eval()(z, grid=grid_of(n))):
+        assert out.shape == z.shape
+        assert out.dtype == z.dtype
+        assert out.isfinite().all()
+
+
+@variants
+def test_every_parameter_gets_a_gradient(case: tuple) -> None:
+    operator = build(*case)
+    found = gradients(operator, tokens(), torch.randn(2, 7, 24, dtype=F64), grid=(1, 7))
+    for name, gradient in found.items():
+        assert gradient is not None, name
+        assert gradient.isfinite().all(), name
+        assert gradient.abs().sum() > 0, name
+
+
+@variants
+def test_silent_heads_get_zeros_not_none(case: tuple) -> None:
+    """Even with a closed gate every parameter has a gradient: an optimizer must not skip it."""
+    operator = build(*case)
+    if "membership_bias" not in inspect.signature(type(operator)).parameters or operator.form.gate != "sparsemax":
+        return  # not a case of this test: no sparsemax gate to close
+    operator = build(case[0], {**case[1], "membership_bias": True})
+    with torch.no_grad():
+        operator.assign.bias.copy_(torch.tensor([9.0, -9.0, -9.0]))
+    gate = operator.decompose(tokens(), grid=(1, 7)).gate
+    assert (gate[:, 1:] == 0).all()
+    found = gradients(operator, tokens(), torch.randn(2, 7, 24, dtype=F64), grid=(1, 7))
+    assert all(gradient is not None for gradient in found.values())
+    if operator.form.update != "proximal":  # there an orthonormal matrix ties all rows together
+        assert torch.equal(found["subspace.weight"][8:], torch.zeros(16, 24, dtype=F64))
+
+
+@variants
+def test_samples_are_independent(case: tuple) -> None:
+    operator = build(*case)
+    z = tokens(b=5)
+    whole = operator(z, grid=(1, 7))
+    for sample in range(5):
+        assert relative(operator(z[sample : sample + 1], grid=(1, 7))[0], whole[sample]) < 1e-13
+
+
+@variants
+@pytest.mark.parametrize("training", [True, False])
+def test_nan_in_one_sample_leaves_the_others_to_the_bit(case: tuple, training: bool) -> None:
+    operator = build(*case, dtype=torch.float32)
+    z = tokens(b=3, n=40, dtype=torch.float32)
+    bad = z.clone()
+    bad[1, 3, 5] = torch.nan
+    with torch.set_grad_enabled(training):
+        clean, dirty = operator(z, grid=(5, 8)), operator(bad, grid=(5, 8))
+    assert torch.equal(clean[[0, 2]], dirty[[0, 2]])
+    assert dirty[1].isnan().any()
+
+
+@variants
+@pytest.mark.parametrize("value", [0.0, 1e4, -1e4, 1e-8])
+def test_finite_at_extremes(case: tuple, value: float) -> None:
+    operator = build(*case, dtype=torch.float32)
+    for z in (torch.full((2, 7, 24), value), value * tokens(dtype=torch.float32)):
+        found = gradients(operator, z, torch.randn(2, 7, 24), grid=(1, 7))
+        assert all(gradient.isfinite().all() for gradient in found.values())
+
+
+@variants
+@pytest.mark.parametrize(("b", "n"), [(2, 0), (0, 7), (2, 1)])
+def test_no_tokens_and_one_token(case: tuple, b: int, n: int) -> None:
+    operator = build(*case)
+    z = torch.randn(b, n, 24, dtype=F64, requires_grad=True)
+    out = operator(z, grid=grid_of(n))
+    assert out.shape == z.shape
+    out.sum().backward()
+    assert z.grad.shape == z.shape
+    with torch.no_grad():
+        assert operator(z, grid=grid_of(n)).shape == z.shape
+    assert all(part is None or part.shape[0] == b for part in operator.decompose(z, grid=grid_of(n)))
+
+
+@pytest.mark.parametrize("name", ["tssa", "dmsa", "tpusa", "tpsusa", "gated_channel", "xca"])
+@pytest.mark.parametrize("n", [4097, 20000])
+def test_long_sequences(name: str, n: int) -> None:
+    """What the listing cannot do: past 4096 tokens, forward and backward."""
+    operator = build(name, {}, dtype=torch.float32)
+    z = tokens(b=1, n=n, dtype=torch.float32)
+    found = gradients(operator, z, torch.randn_like(z))
+    exact = gradients(copy.deepcopy(operator).double(), z.double(), torch.ones_like(z))
+    assert found["z"].isfinite().all()
+    assert relative(found["out"], exact["out"]) < 1e-5
+
+
+@variants
+def test_save_and_load_is_exact(case: tuple, tmp_path: object) -> None:
+    operator = build(*case, dtype=torch.float32)
+    z = tokens(dtype=torch.float32)
+    save_file(operator.state_dict(), tmp_path / "weights.safetensors")  # type: ignore[operator]
+    other = build(*case, dtype=torch.float32)
+    other.load_state_dict(load_file(tmp_path / "weights.safetensors"))  # type: ignore[operator]
+    for mode in (True, False):
+        assert torch.equal(operator.train(mode)(z, grid=(1, 7)), other.train(mode)(z, grid=(1, 7)))
+
+
+@pytest.mark.parametrize(
+    ("case", "keys"),
+    [
+        (("dmsa", {}), "subspace.weight subspace.bias assign.weight out.weight out.bias"),
+        (("dmsa", {"bias": False, "membership_bias": True}), "subspace.weight assign.weight assign.bias out.weight out.bias"),
+        (("dmsa", {"mode": "equation"}), "subspace.weight subspace.bias assign.weight"),
+        (("dmsa", {"mode": "proximal"}), "subspace.weight subspace.bias assign.weight theta"),
+        (("tpusa", {}), "subspace.weight subspace.bias assign.weight out.weight out.bias"),
+        (("tpsusa", {}), "subspace.weight subspace.bias assign.weight out.weight out.bias"),
+        (("gated_channel", {}), "subspace.weight subspace.bias assign.weight out.weight out.bias"),
+        (("tssa", {}), "subspace.weight subspace.bias temperature out.weight out.bias"),
+        (("tssa", {"position_scores": "1d"}), "subspace.weight subspace.bias temperature assign.weight out.weight out.bias"),
+        (("mssa", {}), "subspace.weight subspace.bias out.weight out.bias"),
+        (("mssa", {"relaxed": 0.5}), "subspace.weight subspace.bias"),
+        (("mhsa", {}), "qkv.weight qkv.bias out.weight out.bias"),
+        (("xca", {}), "qkv.weight qkv.bias temperature out.weight out.bias"),
+    ],
+    ids=lambda x: label(x) if isinstance(x, tuple) else None,
+)
+def test_checkpoint_keys(case: tuple, keys: str) -> None:
+    operator = create(case[0], 24, 3, **case[1])
+    assert set(operator.state_dict()) == set(keys.split())
+    assert not list(operator.buffers())  # the rotary table is never saved
+
+
+def test_parameter_counts() -> None:
+    d, k = 384, 8
+    projections = 2 * (d * d + d)
+    counts = {name: sum(p.numel() for p in create(name, d, k).parameters()) for name in OPERATORS}
+    assert counts == {
+        "mhsa": 4 * (d * d + d), "xca": 4 * (d * d + d) + k, "mssa": projections, "tssa": projections + k,
+        "dmsa": projections + d * k, "tpusa": projections + d * k, "tpsusa": projections + d * k, "gated_channel": projections + d * k,
+    }  # fmt: skip
+
+
+@variants
+def test_decompose_shows_what_forward_computed(case: tuple) -> None:
+    """`forward` is the core applied to the parts; for the others, the mix of the parts. Every head, also the silent ones."""
+    operator = build(*case)
+    z = tokens(n=12)
+    parts = operator.decompose(z, grid=(3, 4))
+    assert parts.projected.shape == (2, 3, 12, 8)
+    if isinstance(operator, TokenStatistics):
+        assert parts.membership.shape == (2, 3, 12)
+        assert (parts.membership >= 0).all()
+        assert parts.attention is None
+        weights = operator.weights()
+        update = reference.token_statistics(parts.projected, parts.membership, parts.gate, weights.theta, form=operator.form)
+        expected = reference.project_out(update, weights, F64)
+        if operator.form.gate is None:
+            assert parts.gate is None
+        else:
+            assert parts.gate.shape == (2, 3)
+    else:
+        name = type(operator).__name__
+        mixed = parts.projected @ parts.attention.mT if name == "XCA" else parts.attention @ parts.projected
+        assert parts.attention.shape == ((2, 3, 8, 8) if name == "XCA" else (2, 3, 12, 12))
+        torch.testing.assert_close(parts.attention.sum(-1), torch.ones_like(parts.attention[..., 0]))
+        mixed = mixed.transpose(1, 2).flatten(2)
+        expected = operator.relaxed * (mixed @ operator.subspace.weight - z) if operator.out is None else operator.out(mixed)
+    assert relative(operator(z, grid=(3, 4)), expected) < 1e-12
+    with torch.no_grad():
+        assert relative(operator(z, grid=(3, 4)), expected) < 1e-12
+
+
+@variants
+def test_gradcheck(case: tuple) -> None:
+    operator = build(*case, dim=12)
+    z = tokens(b=2, n=4, d=12).requires_grad_()
+    names, parameters = zip(*operator.named_parameters(), strict=True)
+
+    def call(z: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(operator, dict(zip(names, values, strict=True)), (z,), {"grid": (2, 2)})
+
+    assert torch.autograd.gradcheck(call, (z, *parameters), eps=1e-6, atol=1e-5, rtol=1e-3, nondet_tol=0.0)
+
+
+@variants
+def test_dropout_only_in_training(case: tuple) -> None:
+    operator = build(case[0], {**case[1], "proj_drop": 0.5})
+    z = tokens(n=12)
+    dropped = operator(z, grid=(3, 4))
+    kept = dropped != 0
+    whole = operator.eval()(z, grid=(3, 4))
+    torch.testing.assert_close(dropped[kept], 2 * whole[kept])
+    assert 0.3 < kept.sum() / (whole != 0).sum() < 0.7
+
+
+@variants
+def test_device_and_dtype_arguments_and_meta(case: tuple) -> None:
+    """Built on meta, moved to memory and reset, an operator works; its start is that of one built in memory."""
+    name, options = case
+    empty = create(name, 24, 3, device="meta", dtype=F64, **options)
+    assert all(p.is_meta and p.dtype == F64 for p in empty.parameters())
+    assert empty(torch.empty(2, 6, 24, device="meta", dtype=F64), grid=(2, 3)).shape == (2, 6, 24)
+    operator = empty.to_empty(device="cpu")
+    torch.manual_seed(1)
+    operator.reset_parameters()
+    assert operator(tokens(n=6), grid=(2, 3)).isfinite().all()
+    for key, value in operator.state_dict().items():
+        if key.endswith("bias"):
+            assert torch.equal(value, torch.zeros_like(value))
+
+
+@every
+def test_non_contiguous_input(name: str) -> None:
+    operator = build(name, {})
+    plain = tokens(b=3, n=8)
+    layouts = {
+        "transposed": plain.transpose(0, 1).contiguous().transpose(0, 1),
+        "channels first": plain.mT.contiguous().mT,
+        "slice": torch.randn(3, 9, 30, dtype=F64),
+        "stride 0": plain[:1].expand(3, 8, 24),
+    }
+    layouts["slice"][:, 1:, 3:27] = plain
+    layouts["slice"] = layouts["slice"][:, 1:, 3:27]
+    for layout, z in layouts.items():
+        grad = torch.randn_like(plain)
+        for key, value in gradients(operator, z, grad).items():
+            assert relative(value, gradients(operator, z.contiguous(), grad)[key]) < 1e-13, (layout, key)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch has no batching rule for its own softmax attention
+@every
+def test_mapped_over_models_and_samples(name: str) -> None:
+    """Stacked seeds (vmap over parameters) and per-sample gradients work: no operator hides a host read."""
+    models = [excite(create(name, 24, 3, dtype=F64)) for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(models)
+    z = tokens()
+    skeleton = copy.deepcopy(models[0]).to("meta")
+
+    def call(p: dict, b: dict) -> torch.Tensor:
+        return torch.func.functional_call(skeleton, (p, b), (z,))
+
+    with torch.no_grad():
+        stacked = torch.func.vmap(call)(parameters, buffers)
+    for model, out in zip(models, stacked, strict=True):
+        assert relative(out, model(z)) < 1e-12
+
+    model = models[0]
+    weights = dict(model.named_parameters())
+
+    def loss(p: dict, one: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, p, (one.unsqueeze(0),)).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, z)
+    for sample in range(2):
+        expected = torch.autograd.grad(model(z[sample : sample + 1]).square().sum(), list(weights.values()))
+        for key, gradient in zip(weights, expected, strict=True):
+            assert relative(per_sample[key][sample], gradient) < 1e-12, key
+
+
+def test_spatial_takes_any_operator_to_maps() -> None:
+    x = torch.randn(2, 24, 3, 4, dtype=F64)
+    for name, options in (("dmsa", {"rotary": "2d"}), ("tssa", {}), ("mhsa", {})):
+        operator = build(name, options)
+        expected = operator(x.flatten(2).mT, grid=(3, 4)).mT.reshape(x.shape)
+        assert torch.equal(Spatial(operator)(x), expected)
+    with pytest.raises(ShapeError, match="channels, height, width"):
+        Spatial(operator)(x[0])
+
+
+def test_front_door() -> None:
+    assert dmst.DMSA is DMSA
+    assert dmst.OPERATORS["tssa"] is TSSA
+    assert "DMSA" in dir(dmst)
+    with pytest.raises(AttributeError, match="no attribute 'DMSB'"):
+        _ = dmst.DMSB
+    assert "num_heads=3" in repr(DMSA(24, 3))
+
+
+# --- proximal's matrix -----------------------------------------------------------------------------------------------
+
+
+def test_proximal_stores_a_plain_orthonormal_matrix() -> None:
+    operator = create("dmsa", 24, 3, mode="proximal")
+    optimizer = torch.optim.AdamW(operator.parameters(), lr=0.05)
+    z = tokens(dtype=torch.float32)
+    for _ in range(5):
+        optimizer.zero_grad()
+        operator(z).square().mean().backward()
+        optimizer.step()
+    raw = operator.subspace.weight.detach().clone()
+    assert (raw @ raw.T - torch.eye(24)).abs().max() > 1e-3  # a step leaves the manifold
+    basis = operator.subspace.basis()
+    assert (basis @ basis.T - torch.eye(24)).abs().max() < 1e-5  # what the layer uses does not
+    stored = operator.state_dict()["subspace.weight"]
+    assert (stored @ stored.T - torch.eye(24)).abs().max() < 1e-5
+    torch.testing.assert_close(stored, basis, rtol=0, atol=1e-5)
+    again = operator.state_dict()["subspace.weight"].clone()
+    assert torch.equal(again, stored)  # on the manifold it is left alone
+    operator.eval()
+    assert operator.subspace.basis() is operator.subspace.weight
+    assert operator.weights().theta > 0
+    torch.testing.assert_close(operator.subspace(z), z @ stored.T + operator.subspace.bias)
+
+
+def test_eval_puts_the_matrix_back() -> None:
+    linear = OrthonormalLinear(6, 6)
+    with torch.no_grad():
+        linear.weight.add_(0.1 * torch.randn(6, 6))
+    linear.eval()
+    assert (linear.weight @ linear.weight.T - torch.eye(6)).abs().max() < 1e-6
+    assert OrthonormalLinear(6, 6, bias=False, device="meta").eval().weight.is_meta
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build_it", "error", "message"),
+    [
+        (
+            lambda: create("dmsa", 20, 3),
+            OptionError,
+            r"dim 20 is not divisible by num_heads 3; the nearest that divides it is [24]",
+        ),
+        (lambda: create("mhsa", 20, 7), OptionError, r"not divisible by num_heads 7.*nearest"),
+        (lambda: create("dmsa", 15, 3), OptionError, r"dim is 15: rotary='1d'.*divisible by 2"),
+        (lambda: create("dmsa", 18, 3, rotary="2d"), OptionError, r"dim is 18: rotary='2d'.*divisible by 4"),
+        (lambda: create("dsma", 24, 3), UnknownNameError, r"unknown operator 'dsma'. Did you mean 'dmsa'\? Known: dmsa, gated"),
+        (lambda: create("dmsa", 24, 3, moed="listing"), UnknownNameError, r"option of DMSA 'moed'. Did you mean 'mode'"),
+        (
+            lambda: create("tssa", 24, 3, position_score="1d"),
+            UnknownNameError,
+            r"option of TSSA.*Did you mean 'position_scores'",
+        ),
+        (lambda: create("mhsa", 24, 3, biass=True), UnknownNameError, r"option of MHSA.*Did you mean 'bias'"),
+        (lambda: DMSA(24, 3, mode="listings"), UnknownNameError, r"mode 'listings'. Did you mean 'listing'"),
+        (
+            lambda: DMSA(24, 3, gate_activation="softmax"),
+            UnknownNameError,
+            r"gate_activation 'softmax'. Did you mean 'sparsemax'",
+        ),
+        (lambda: DMSA(24, 3, membership_activation="relu"), UnknownNameError, r"membership_activation 'relu'"),
+        (lambda: DMSA(24, 3, rotary="3d"), UnknownNameError, r"rotary mode '3d'"),
+        (lambda: TSSA(24, 3, position_scores="yes"), UnknownNameError, r"position_scores 'yes'"),
+        (lambda: create("gated_channel", 24, 3, moment_weight="none"), UnknownNameError, r"moment_weight 'none'"),
+        (lambda: DMSA(24, 3, max_active_heads=4), OptionError, r"max_active_heads is 4.*1 to num_heads 3"),
+        (lambda: DMSA(24, 3, max_active_heads=0), OptionError, r"max_active_heads is 0"),
+        (lambda: DMSA(24, 3, max_active_heads=True), OptionError, r"max_active_heads is True"),
+        (lambda: DMSA(24, 3, max_active_heads=2, gate_activation="relu"), OptionError, r"caps a sparsemax gate only"),
+        (lambda: DMSA(24, 3, gate_scale=float("nan")), OptionError, r"gate_scale is nan"),
+        (lambda: DMSA(24, 0), OptionError, r"num_heads is 0"),
+        (lambda: DMSA(-24, 3), OptionError, r"dim is -24"),
+        (lambda: DMSA(24.0, 3), OptionError, r"dim is 24.0"),
+        (lambda: create("mssa", 24, 3, relaxed=0.0), OptionError, r"relaxed is 0.0"),
+        (lambda: DMSA(24, 3, attn_drop=0.1), OptionError, r"attn_drop is 0.1.*use proj_drop"),
+        (lambda: DMSA(24, 3)(torch.randn(2, 24)), ShapeError, r"\(batch, tokens, 24\), not \(2, 24\)"),
+        (lambda: MHSA(24, 3)(torch.randn(2, 7, 23)), ShapeError, r"\(batch, tokens, 24\), not \(2, 7, 23\)"),
+        (lambda: DMSA(24, 3, rotary="2d")(torch.randn(2, 6, 24)), ShapeError, r"needs grid"),
+        (lambda: DMSA(24, 3, rotary="2d")(torch.randn(2, 6, 24), grid=(2, 2)), ShapeError, r"2 x 2 = 4 tokens, but z has 6"),
+    ],
+)
+def test_bad_input_is_named(build_it: object, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        build_it()  # type: ignore[operator]
+    assert issubclass(error, ValueError)
+
+
+@every
+def test_words_of_the_lineage_are_taken(name: str) -> None:
+    """ToST's block passes qkv_bias, qk_scale, attn_drop and proj_drop; the printed listing fails there."""
+    operator: Operator = OPERATORS[name](24, num_heads=3, qkv_bias=False, qk_scale=None, attn_drop=0.0, proj_drop=0.0)
+    assert not any(key in ("subspace.bias", "qkv.bias") for key in operator.state_dict())
+
+
+def test_state_dicts_are_plain() -> None:
+    shapes = {key: list(value.shape) for key, value in DMSA(24, 3).state_dict().items()}
+    assert json.loads(json.dumps(shapes)) == shapes
