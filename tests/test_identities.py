@@ -471,7 +471,7 @@ def test_at_the_papers_init_nothing_is_sparse() -> None:
 
 
 def test_linear_membership_cannot_see_sign_symmetric_subspaces() -> None:
-    """Without bias sigmoid(<z, w>) is odd about 1/2: on tokens z and -z its mean is 1/2 for every w. TSSA's energy sees them."""
+    """Without bias sigmoid(<z, w>) is odd about 1/2: on tokens z and -z its mean is 1/2 for every w. Energy sees them."""
     half = torch.randn(1, 50, 24, dtype=F64)
     z = torch.cat((half, -half), 1)
     dmsa = build("dmsa", {"rotary": "none"})

@@ -1,0 +1,44 @@
+"""The command line, called in process."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from dmst import cli
+from dmst.operators import OPERATORS
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(cli.app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_operators_lists_every_operator_and_its_options() -> None:
+    code, text = run("operators")
+    assert code == 0
+    for name in OPERATORS:
+        assert name in text
+    assert "mode='listing'" in text
+    assert "Decoupled" in text
+
+
+def test_version_and_help() -> None:
+    code, text = run("--version")
+    assert code == 0
+    assert text.startswith("dmst ")
+    assert run()[0] == 2  # no verb: the help, and a status that says so
+    assert run("--help")[0] == 0
+
+
+def test_an_unknown_verb_is_an_error() -> None:
+    code, text = run("operator")
+    assert code == 2
+    assert "operators" in text
+
+
+def test_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["dmst", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0

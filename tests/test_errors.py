@@ -1,0 +1,33 @@
+"""Errors that help."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from dmst import errors
+
+
+def test_nearest_name_and_the_whole_list() -> None:
+    error = errors.unknown_name("model", "dmst_smal", ["dmst_small", "dmst_tiny"])
+    assert str(error) == "unknown model 'dmst_smal'. Did you mean 'dmst_small'? Known: dmst_small, dmst_tiny."
+    assert isinstance(error, errors.OptionError) and isinstance(error, ValueError) and isinstance(error, errors.DmstError)
+    assert str(errors.unknown_name("model", "x", [])) == "unknown model 'x'. Known: none."
+
+
+def test_choose() -> None:
+    assert errors.choose("cap", None, (None, 1)) is None
+    with pytest.raises(errors.UnknownNameError, match="'b'"):
+        errors.choose("letter", "b", ("a",))
+
+
+def test_a_missing_or_broken_library_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    assert errors.need("json", "none").dumps([]) == "[]"
+    with pytest.raises(errors.MissingExtraError, match=r"pip install 'dmst\[report\]'") as missing:
+        errors.need("a_library_that_is_not_there", "report")
+    assert isinstance(missing.value, ImportError)
+    (tmp_path / "broken_vision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")  # type: ignore[operator]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(errors.MissingExtraError, match=r"RuntimeError: operator torchvision::nms"):
+        errors.need("broken_vision", "timm")

@@ -1,0 +1,74 @@
+"""`import dmst`: quick, silent, and free of what a library user did not ask for. The command and `python -m dmst` are one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import dmst
+
+HEAVY = [
+    "typer",
+    "rich",
+    "timm",
+    "torchvision",
+    "matplotlib",
+    "sklearn",
+    "scipy",
+    "fastapi",
+    "triton",
+    "onnx",
+    "jaxtyping",
+    "beartype",
+    "hypothesis",
+    "entmax",
+    "PIL",
+]
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100, check=True)
+
+
+def test_import_is_silent_quick_and_light() -> None:
+    code = f"""
+import sys, time, torch
+before = set(sys.modules)
+start = time.perf_counter()
+import dmst
+import dmst.operators
+seconds = time.perf_counter() - start
+import json
+print(json.dumps({{"seconds": seconds, "heavy": [m for m in {HEAVY} if m in set(sys.modules) - before],
+                  "device": torch.cuda.is_initialized(), "dir": dir(dmst)}}))
+"""
+    run = python(code)
+    told = json.loads(run.stdout)
+    assert run.stderr == ""
+    assert told["seconds"] < 2
+    assert told["heavy"] == []
+    assert told["device"] is False
+    assert "DMSA" in told["dir"]
+
+
+def test_the_bare_import_does_not_even_load_torch() -> None:
+    run = python("import sys, dmst; print('torch' in sys.modules, dmst.__version__)")
+    assert run.stdout.split() == ["False", dmst.__version__]
+
+
+def test_every_public_name_resolves() -> None:
+    for name in dmst.__all__:
+        assert getattr(dmst, name) is not None
+    assert (Path(dmst.__file__).parent / "py.typed").exists()
+
+
+def test_module_and_script_are_the_same_command() -> None:
+    script = Path(sys.executable).parent / "dmst"
+    commands = [[sys.executable, "-m", "dmst"]] + ([[str(script)]] if script.exists() else [])
+    outputs = [
+        subprocess.run([*c, "--version"], capture_output=True, text=True, timeout=100, check=True).stdout for c in commands
+    ]
+    assert len(set(outputs)) == 1
+    assert outputs[0].startswith(f"dmst {dmst.__version__}  torch ")

@@ -1,0 +1,134 @@
+"""The direction rule, and the calls that must not exist: both read from the syntax tree."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import dmst
+
+ROOT = Path(dmst.__file__).parent
+# a row imports only rows below it; names on one row do not import each other; errors is open to all
+ROWS = [
+    ["errors", "sparsemax", "rotary"],
+    ["objective", "kernels"],
+    ["operators"],
+    ["models", "data"],
+    ["engine", "analysis", "export"],
+    ["reproduce", "explorer", "integrations", "doctor"],
+    ["cli"],
+    ["__main__"],
+]
+ROW = {name: row for row, names in enumerate(ROWS) for name in names}
+BANNED_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "yaml", "torch.distributed.checkpoint"}
+BANNED_CALLS = {"torch.load", "torch.save", "eval", "exec", "os.system"}
+BANNED_KEYWORDS = {"shell", "trust_remote_code"}
+
+
+def room(path: Path, root: Path) -> str:
+    return path.relative_to(root).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> list[str]:
+    """Every module that a file imports, wherever in the file."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found += [node.module or ""] + [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append("relative")
+    return found
+
+
+def wrong_directions(root: Path) -> list[str]:
+    wrong = []
+    for path in sorted(root.rglob("*.py")):
+        mine = room(path, root)
+        if mine == "__init__":
+            continue  # the front door, lazy: test_import says what it may load
+        for module in imports(ast.parse(path.read_text())):
+            if module == "relative":
+                wrong.append(f"{path.name}: relative import")
+            parts = module.split(".")
+            if parts[0] != "dmst" or len(parts) < 2 or parts[1] in (mine, "errors", "__version__"):
+                continue
+            theirs = parts[1]
+            if mine not in ROW or theirs not in ROW:
+                wrong.append(f"{path.name}: {mine} or {theirs} has no row")
+            elif ROW[theirs] >= ROW[mine]:
+                wrong.append(f"{path.name}: {mine} imports {theirs}")
+    return list(dict.fromkeys(wrong))
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def banned(source: str) -> list[str]:
+    tree = ast.parse(source)
+    found = [name for name in imports(tree) for bad in BANNED_IMPORTS if name == bad or name.startswith(bad + ".")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            found += [dotted(node.func)] if dotted(node.func) in BANNED_CALLS else []
+            found += [
+                keyword.arg
+                for keyword in node.keywords
+                if keyword.arg in BANNED_KEYWORDS
+                and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
+            ]
+    return found
+
+
+def test_imports_point_downwards() -> None:
+    assert wrong_directions(ROOT) == []
+
+
+def test_a_planted_import_is_found(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "bad.py").write_text("def f():\n    from dmst.operators import DMSA\n")
+    (tmp_path / "rotary.py").write_text("from dmst import sparsemax\n")
+    (tmp_path / "objective.py").write_text("from . import errors\nimport dmst.attic\n")
+    assert wrong_directions(tmp_path) == [
+        "bad.py: kernels imports operators",
+        "objective.py: relative import",
+        "objective.py: objective or attic has no row",
+        "rotary.py: rotary imports sparsemax",
+    ]
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    assert {path.name: banned(path.read_text()) for path in ROOT.rglob("*.py") if banned(path.read_text())} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "hits"),
+    [
+        ("import pickle", ["pickle"]),
+        ("from torch.distributed import checkpoint", ["torch.distributed.checkpoint"]),
+        ("import torch\ntorch.load('x')", ["torch.load"]),
+        ("eval('1')", ["eval"]),
+        ("import subprocess\nsubprocess.run('x', shell=True)", ["shell"]),
+        ("model.eval()\nexport.save(x)\nrun('x', shell=False)", []),
+    ],
+)
+def test_the_gate_finds_what_it_should(source: str, hits: list[str]) -> None:
+    assert banned(source) == hits
+
+
+def test_other_libraries_only_where_named() -> None:
+    """torch, numpy and einops everywhere; typer and rich in the command line; the rest nowhere yet."""
+    standard = set(sys.stdlib_module_names)
+    extra = {"cli": {"typer", "rich"}}
+    checking = {"jaxtyping"}  # shapes as text, behind TYPE_CHECKING
+    for path in ROOT.rglob("*.py"):
+        for module in imports(ast.parse(path.read_text())):
+            top = module.split(".")[0]
+            allowed = standard | {"dmst", "torch", "numpy", "einops"} | checking | extra.get(room(path, ROOT), set())
+            assert top in allowed, f"{path.name} imports {module}"
