@@ -31,7 +31,7 @@ from dmst import rotary
 from dmst.kernels import reference
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import GATE, MEMBERSHIP, Form, Weights
-from dmst.kernels.reference import Steps, plus, times, wide
+from dmst.kernels.reference import Steps, plus, product, times, wide
 
 
 def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
@@ -98,10 +98,8 @@ def _pull_back(
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
     grads: dict[str, Tensor] = {}
 
-    # the output projection
+    # the output projection: its own gradient first, so that the update is gone before dupdate needs room
     tokens_out = dout.to(dtype).flatten(0, 1)  # (b n, d)
-    weight_out = (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
-    dupdate = wide(rearrange(dout.to(dtype) @ weight_out, "b n (k p) -> b k n p", k=form.heads))
     if wanted.out or (wanted.subspace and weights.out is None):
         update = rearrange(reference.update_of(steps, weights.theta, form), "b k n p -> (b n) (k p)").to(dtype)
         dout_weight = tokens_out.mT @ update
@@ -110,6 +108,8 @@ def _pull_back(
         grads["out"] = dout_weight
     if wanted.out_bias:
         grads["out_bias"] = wide(tokens_out).sum(0)
+    weight_out = (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
+    dupdate = wide(rearrange(dout.to(dtype) @ weight_out, "b n (k p) -> b k n p", k=form.heads))
 
     # the core, then what fed it
     core = (_proximal_core if form.update == "proximal" else _gradient_core)(steps, weights.theta, form, dupdate)
@@ -161,14 +161,14 @@ def _gradient_core(steps: Steps, theta: Tensor | None, form: Form, dupdate: Tens
     attenuation, gate = reference.attenuation_of(steps)
     values, membership = wide(steps.projected), steps.membership.unsqueeze(-1)
     r, sign = form.power, form.sign
-    share = dupdate * values
-    total = (share * membership).sum(-2)  # A
+    share = times(dupdate * values, membership)
+    total = share.sum(-2)  # A
     slope = sign * gate**r * attenuation  # c1
     dmoment = -sign * gate ** (r + 2) * attenuation.square() * total
     dgate = (sign * gate ** (r - 1) * total * attenuation * (r - 2 * (1 - attenuation))).sum(-1)
-    dmembership = times(share, slope.unsqueeze(-2)).sum(-1)
-    dvalues = times(times(dupdate, slope.unsqueeze(-2)), membership)
-    return _add_moment(steps, form, dmoment, _Core(dvalues, dmembership, dgate, None))
+    pulled = times(dupdate, slope.unsqueeze(-2))
+    dmembership = product(pulled, values, share).sum(-1)
+    return _add_moment(steps, form, dmoment, _Core(times(pulled, membership), dmembership, dgate, None), share)
 
 
 def _proximal_core(steps: Steps, theta: Tensor | None, form: Form, dupdate: Tensor) -> _Core:
@@ -185,14 +185,14 @@ def _proximal_core(steps: Steps, theta: Tensor | None, form: Form, dupdate: Tens
     dgate = (-2 * theta * gate * attenuation.square() * total).sum(-1)
     dmembership = -times(q, (theta * strength).unsqueeze(-2)).sum(-1)
     dvalues = times(-w / (1 + w), dupdate)
-    return _add_moment(steps, form, dmoment, _Core(dvalues, dmembership, dgate, -(strength * total).sum()))
+    return _add_moment(steps, form, dmoment, _Core(dvalues, dmembership, dgate, -(strength * total).sum()), q)
 
 
-def _add_moment(steps: Steps, form: Form, dmoment: Tensor, core: _Core) -> _Core:
+def _add_moment(steps: Steps, form: Form, dmoment: Tensor, core: _Core, buffer: Tensor) -> _Core:
     """Add what dT asks of the projected tokens and of the membership."""
     values = wide(steps.projected)
     per_mass = dmoment / steps.mass.unsqueeze(-1)
-    bent = values * per_mass.unsqueeze(-2)
+    bent = product(values, per_mass.unsqueeze(-2), buffer)
     if form.uniform_moment:
         return core._replace(projected=core.projected + 2 * bent)
     mean = (per_mass * steps.second_moment).sum(-1, keepdim=True)

@@ -64,7 +64,7 @@ def wide(x: Tensor) -> Tensor:
 def in_place() -> bool:
     """Whether a temporary may be overwritten: not while autograd, a compiler or a transform is looking.
 
-    On the CPU most of the time of an elementwise pass goes into touching new memory, so this is worth a third of it.
+    On the CPU most of the time of an elementwise pass goes into touching new memory, so one buffer is used again and again.
     """
     return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
@@ -72,6 +72,11 @@ def in_place() -> bool:
 def times(mine: Tensor, other: Tensor) -> Tensor:
     """mine * other, into `mine`, which nobody else may read afterwards."""
     return mine.mul_(other) if in_place() else mine * other
+
+
+def product(x: Tensor, y: Tensor, into: Tensor) -> Tensor:
+    """x * y, into a buffer of the same shape whose content is done with."""
+    return torch.mul(x, y, out=into) if in_place() else x * y
 
 
 def plus(mine: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
@@ -106,13 +111,12 @@ def score(z: Tensor, weights: Weights, form: Form, grid: tuple[int, int] | None)
 
 
 def turned_products(
-    z: Tensor, positions: rotary.Table, product: Callable[[Tensor, Tensor], Tensor], by_cos: Tensor, by_sin: Tensor
+    z: Tensor, positions: rotary.Table, multiply: Callable[[Tensor, Tensor], Tensor], by_cos: Tensor, by_sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """product(z cos, by_cos) and product(z sin, by_sin), one after the other in one buffer."""
+    """multiply(z cos, by_cos) and multiply(z sin, by_sin), one after the other in one buffer."""
     turned = z * positions.cos
-    first = product(turned, by_cos)
-    turned = torch.mul(z, positions.sin, out=turned) if in_place() else z * positions.sin
-    return first, product(turned, by_sin)
+    first = multiply(turned, by_cos)
+    return first, multiply(product(z, positions.sin, turned), by_sin)
 
 
 def membership_of(scores: Tensor | None, projected: Tensor | None, temperature: Tensor | None, form: Form) -> Tensor:

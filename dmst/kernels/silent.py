@@ -16,7 +16,7 @@ from torch import Tensor
 from dmst.kernels import reference
 from dmst.kernels.form import Form, Weights
 
-ROUND = 30e6  # multiply-adds that one group costs in overhead, measured on two cores (docs/lab-notes.md)
+ROUND = 45e6  # multiply-adds that one group costs in overhead, measured on two cores (docs/lab-notes.md)
 
 
 def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
