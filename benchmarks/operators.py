@@ -1,6 +1,6 @@
 """Time and kept memory of one layer on the CPU, ours beside the published ones, in one run.
 
-    python benchmarks/operators.py [--batch 8 --tokens 196 --dim 384 --heads 8 --rounds 60] [--json FILE]
+    python benchmarks/operators.py [--batch 8 --tokens 196 --dim 384 --heads 8 --rounds 100] [--json FILE] [--readme FILE]
 
 "floor" is the two projections alone, out(subspace(z)): the least a layer of this kind can cost. Every round times each layer
 once, in a new random order, and the median over rounds is taken, so that a slow moment of the machine falls on all alike.
@@ -30,6 +30,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dmst.operators import DMSA, MHSA, TSSA
 from tests.published import AttentionDMSA, AttentionMHSA, AttentionTSSA
+
+BEGIN, END = "<!-- begin results/cpu/operators.json -->", "<!-- end results/cpu/operators.json -->"
+
+
+def markdown(rows: list[dict]) -> str:
+    """The rows as the README shows them."""
+    lines = ["| layer | forward | forward + backward | kept |", "|---|---|---|---|"]
+    for row in rows:
+        cells = ("" if row[key] is None else f"{row[key]:.2f}" for key in ("forward", "train", "kept"))
+        lines.append(f"| {row['what']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def kept_elements(layer: nn.Module, z: Tensor) -> int:
@@ -73,9 +84,10 @@ def medians(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
 
 def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("batch", 8), ("tokens", 196), ("dim", 384), ("heads", 8), ("rounds", 60)):
+    for name, default in (("batch", 8), ("tokens", 196), ("dim", 384), ("heads", 8), ("rounds", 100)):
         parse.add_argument(f"--{name}", type=int, default=default)
     parse.add_argument("--json", type=Path, help="write the rows here too")
+    parse.add_argument("--readme", type=Path, help="and as a table into this file, between its marks")
     ask = parse.parse_args()
     random.seed(0)
     torch.manual_seed(0)
@@ -141,6 +153,9 @@ def main() -> None:
     if ask.json:
         ask.json.parent.mkdir(parents=True, exist_ok=True)
         ask.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
+    if ask.readme:
+        before, _, after = ask.readme.read_text().partition(BEGIN)
+        ask.readme.write_text(before + BEGIN + "\n" + markdown(rows) + END + after.partition(END)[2])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,108 @@
+"""Documents that cannot drift: snippets and commands are run, links lead somewhere, figures are those of the files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.operators import BEGIN, END, markdown
+from dmst.operators import OPERATORS
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+SNIPPETS = [pytest.param(code, id=f"{path.name}-{i}") for path in DOCUMENTS for i, code in enumerate(blocks(path, "python"))]
+COMMANDS = [
+    pytest.param(line.removeprefix("$ "), id=f"{path.name}: {line.removeprefix('$ ')}")
+    for path in DOCUMENTS
+    for block in blocks(path, "console")
+    for line in block.splitlines()
+    if line.startswith("$ ")
+]
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_snippets_run(code: str) -> None:
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_run(line: str) -> None:
+    program, *arguments = shlex.split(line)
+    assert program == "dmst"
+    run = subprocess.run([sys.executable, "-m", "dmst", *arguments], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+
+
+def test_there_is_something_to_run() -> None:
+    assert SNIPPETS
+    assert COMMANDS
+
+
+def test_the_ten_lines_are_about_ten() -> None:
+    code = blocks(ROOT / "README.md", "python")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 12
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_named_tests_exist(path: Path) -> None:
+    """A claim that points to a test points to one that is there."""
+    source = "\n".join(test.read_text() for test in (ROOT / "tests").glob("*.py"))
+    for name in re.findall(r"`(test_\w+?)(?:_?\*)?`", path.read_text()):
+        assert re.search(rf"def {name}|tests/{name}", source) or (ROOT / "tests" / f"{name}.py").exists(), name
+
+
+def test_every_operator_is_in_the_readme_table() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert set(rows) == set(OPERATORS)
+
+
+def test_the_readme_quotes_the_file_of_measurements() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = json.loads((ROOT / "results/cpu/operators.json").read_text())["rows"]
+    assert text.partition(BEGIN)[2].partition(END)[0].strip() == markdown(rows).strip()
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    """Small and quick: no time is judged here, kept memory is."""
+    (tmp_path / "readme.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    command = [sys.executable, "benchmarks/operators.py", "--batch", "8", "--tokens", "196", "--rounds", "2"]
+    out = ["--json", str(tmp_path / "rows.json"), "--readme", str(tmp_path / "readme.md")]
+    run = subprocess.run([*command, *out], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    rows = {row["what"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    assert rows["DMSA listing"]["kept"] <= 2.1
+    assert rows["listing as printed"]["kept"] > 7
+    assert rows["floor: two projections"]["forward"] == 1
+    text = (tmp_path / "readme.md").read_text()
+    assert text.startswith("before") and text.endswith("after\n") and "old" not in text
+
+
+def test_nothing_of_one_machine_is_written_down() -> None:
+    for path in (
+        *DOCUMENTS,
+        ROOT / "pyproject.toml",
+        ROOT / "Makefile",
+        ROOT / ".ci/run",
+        ROOT / "requirements/constraints.txt",
+    ):
+        assert not re.search(r"(?<![\w.])/(home|root|work|tmp|Users|opt)/", path.read_text()), path.name
