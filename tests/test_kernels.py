@@ -113,6 +113,25 @@ def test_checkpointing_gives_the_same_gradients(case: tuple) -> None:
 
 
 @variants
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+def test_nothing_of_the_callers_is_written(case: tuple, dtype: torch.dtype) -> None:
+    """Buffers are used again inside; tokens, output gradient, weights and what is kept for a second backward are not."""
+    operator = build(*case, dtype=dtype)
+    z, grad = tokens(n=12, dtype=dtype).requires_grad_(), torch.randn(2, 12, 24, dtype=dtype)
+    mine = (z, grad, *operator.parameters())
+    before = [t.detach().clone() for t in mine]
+    out = operator(z, grid=(3, 4))
+    wanted = (z, *operator.parameters())
+    first = torch.autograd.grad(out, wanted, grad, retain_graph=True)
+    second = torch.autograd.grad(out, wanted, grad)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with torch.no_grad():
+        operator(z, grid=(3, 4))
+        operator.decompose(z, grid=(3, 4))
+    assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True))
+
+
+@variants
 def test_same_input_same_bits(case: tuple) -> None:
     operator = build(*case, dtype=torch.float32)
     z, grad = tokens(n=63, dtype=torch.float32), torch.randn(2, 63, 24)
@@ -137,7 +156,12 @@ def kept(layer: nn.Module, z: Tensor) -> float:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         held = layer(z, grid=grid_of(z.shape[1])) if not isinstance(layer, AttentionDMSA | AttentionTSSA) else layer(z)
-    assert held.requires_grad
+    nodes = [held.grad_fn]
+    for node in nodes:  # what a node holds outside of the hooks' sight counts too
+        for value in getattr(node, "__dict__", {}).values():
+            if isinstance(value, Tensor):
+                pack(value)
+        nodes += [following for following, _ in node.next_functions if following is not None]
     return sum(found.values()) / z.numel()
 
 
@@ -198,6 +222,17 @@ def test_no_head_at_all_leaves_the_bias(monkeypatch: pytest.MonkeyPatch) -> None
         listing = sleepy(gate_scale=0.0)
         assert torch.equal(listing(z), listing.out.bias.expand(3, 40, 48))
         assert torch.equal(sleepy("equation", gate_scale=0.0)(z), torch.zeros(3, 40, 48, dtype=F64))
+
+
+def test_a_nan_gate_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silent, "ROUND", 0.0)
+    operator, z = sleepy(), tokens(b=3, n=40, d=48)
+    with torch.no_grad():
+        clean = operator(z)
+        z[1, 3, 5] = torch.nan
+        dirty = operator(z)
+    assert dirty[1].isnan().all()
+    assert torch.equal(clean[[0, 2]], dirty[[0, 2]])
 
 
 def test_left_out_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:

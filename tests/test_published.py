@@ -173,6 +173,15 @@ def test_tssa_is_the_published_code(n: int) -> None:
     assert_same(excite(TSSA(24, 3, dtype=F64)), AttentionTSSA(24, 3, qkv_bias=True), tokens(n=n))
 
 
+@pytest.mark.parametrize("scale", [1e-8, 1e-5])
+def test_tssa_normalises_small_tokens_too(scale: float) -> None:
+    """Membership does not depend on the tokens' size, down to the floor that the published code has."""
+    ours = excite(TSSA(24, 3, bias=False, dtype=F64))
+    z = tokens(n=13)
+    torch.testing.assert_close(ours.decompose(scale * z).membership, ours.decompose(z).membership, rtol=1e-10, atol=0)
+    assert_same(ours, AttentionTSSA(24, 3), scale * z)
+
+
 def test_mhsa_is_ordinary_attention() -> None:
     keys = {"qkv": "qkv", "proj": "out"}
     assert_same(excite(MHSA(24, 3, dtype=F64)), AttentionMHSA(24, 3, qkv_bias=True), tokens(n=13), keys)
