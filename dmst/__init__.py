@@ -1,4 +1,4 @@
-"""dmst: a white-box vision transformer that can prove what its layers do.
+"""dmst: attention layers for white-box vision transformers, derived from the coding rate, with proofs as tests.
 
 from dmst import DMSA
 update = DMSA(dim=384, num_heads=8)(tokens)            # (b, n, 384) to the same shape

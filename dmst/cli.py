@@ -39,7 +39,8 @@ def operators() -> None:
     """List the operators, what each is, and the options it takes."""
     from dmst.operators import OPERATORS
 
-    table = Table("operator", "what it is", "options and their defaults")
+    table = Table("operator", "what it is")
+    table.add_column("options and their defaults", overflow="fold")
     for name, operator in OPERATORS.items():
         module = inspect.getmodule(operator)
         headline = ((module and module.__doc__) or "").strip().splitlines()[0]

@@ -1,7 +1,7 @@
 """The rates: how many nats it takes to code tokens up to a precision eps. Plain functions of tensors, one number per sample.
 
     R       coding_rate        all tokens as one Gaussian
-    R_cf    group_rate         tokens as a mixture: membership says how much of each token belongs to each group
+    R^c     group_rate         tokens as a mixture: membership says how much of each token belongs to each group
     R_c,f   subspace_rate      tokens coded inside each subspace (CRATE)
     -       projected_rate     membership-weighted log-det inside each subspace
     R_var   variational_rate   the same with the diagonal only: what TSSA and DMSA descend
@@ -12,8 +12,9 @@ Shapes: z (b, n, d) tokens, membership (b, k, n), gate (b, k), subspaces (k, d, 
 "dim" is the model width k p (the paper's text), "head_dim" is p (the published curves). Everything is at least
 float32; log-dets are taken on the smaller Gram side, factored in float64. A group of mass 0 costs 0.
 
-What bounds what: variational_rate >= projected_rate always; variational_rate >= group_rate only for square orthogonal
-subspaces and no gate; complete_rate >= group_rate for orthonormal columns of any number. So "bound" is said of R+ alone.
+What bounds what, all without a gate: variational_rate >= projected_rate always; variational_rate >= group_rate only for square
+orthogonal subspaces (there pass width="head_dim", which is d); complete_rate >= group_rate for orthonormal columns of any
+number; coding_rate >= group_rate where each token's memberships sum to 1. So "bound" is said of R+ alone.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def coding_rate(z: Float[Tensor, "b n d"], *, eps: float) -> Float[Tensor, "b"]:
 def group_rate(z: Float[Tensor, "b n d"], membership: Float[Tensor, "b k n"], *, eps: float) -> Float[Tensor, "b"]:
     """R^c(Z | Pi) = 1/2 sum_k (mass_k/n) logdet(I + d/(mass_k eps^2) Z^T diag(pi_k) Z).
 
-    With the mass_k/n that the paper's third equation leaves out; without it R - R^c can be negative on any data.
+    With the mass_k/n that the paper's third equation leaves out. Without it R - R^c <= 0 for every z whose memberships sum
+    to 1, since logdet(I + A + B) <= logdet(I + A) + logdet(I + B).
     """
     z, membership = _wide(z), _wide(membership)
     mass = membership.sum(-1)
@@ -168,15 +170,17 @@ def _second_moment(projected: Tensor, membership: Tensor, mass: Tensor) -> Tenso
 def _logdet(x: Tensor, weights: Tensor, scale: Tensor | float) -> Tensor:
     """logdet(I + scale x^T diag(weights) x) for x (..., n, d), on whichever side is smaller.
 
-    On the token side the weights multiply one side only (det(I + AB) = det(I + BA)): no square root, so the gradient
-    exists at weight 0. A non-finite sample stays in its own entry (an LU does not raise as a Cholesky would).
-    The factor is float64: tokens of low rank at a small eps put 1 beside 1e6 on the diagonal, which float32 cannot hold.
+    By Cholesky, never by LU: after `torch.set_num_threads` PyTorch's batched LU on the CPU returns wrong numbers.
+    In float64: tokens of low rank at a small eps put 1 beside 1e6 on the diagonal, which float32 cannot hold.
+    The root of a weight of 0 gets the smallest normal number under it: too small to change a value, and its gradient exists.
+    A sample that is not finite becomes NaN and leaves the others alone.
     """
     n, d = x.shape[-2:]
     exact = torch.float32 if x.device.type == "mps" else torch.float64  # mps has no float64
-    wide = x.to(exact)
-    weighted = weights.to(exact).unsqueeze(-1) * wide
-    gram = wide.mT @ weighted if d <= n else weighted @ wide.mT
+    root = (weights.to(exact) + torch.finfo(exact).tiny).sqrt().unsqueeze(-1)
+    weighted = root * x.to(exact)
+    gram = weighted.mT @ weighted if d <= n else weighted @ weighted.mT
     scale = scale if isinstance(scale, float) else scale.to(exact)[..., None, None]
-    eye = torch.eye(min(n, d), dtype=exact, device=x.device)
-    return torch.linalg.slogdet(eye + scale * gram).logabsdet.to(x.dtype)
+    factor, failed = torch.linalg.cholesky_ex(torch.eye(min(n, d), dtype=exact, device=x.device) + scale * gram)
+    logdet = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return torch.where(failed == 0, logdet, torch.nan).to(x.dtype)

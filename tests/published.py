@@ -31,14 +31,30 @@ def soft_threshold(s: Tensor) -> Tensor:
     return torch.clamp(s - prefix.gather(1, support - 1) / support.to(s.dtype), min=0)
 
 
+def soft_threshold_topk(s: Tensor, topk: int) -> Tensor:
+    """ST as its authors compute it: look at the `topk` largest; rows whose support may reach further look at twice as many."""
+    k = min(topk, s.shape[1])
+    ordered = torch.topk(s, k, dim=1).values
+    prefix = ordered.cumsum(1) - 1
+    rank = torch.arange(1, k + 1, dtype=s.dtype).view(1, -1)
+    support = (rank * ordered > prefix).sum(1, keepdim=True)
+    result = torch.clamp(s - prefix.gather(1, support - 1) / support.to(s.dtype), min=0)
+    open_ended = (support == k).squeeze(1)
+    if k < s.shape[1] and open_ended.any():
+        result[open_ended] = soft_threshold_topk(s[open_ended], 2 * topk)
+    return result
+
+
 class AttentionDMSA(nn.Module):
     """The printed listing, line by line: rotated input to PI_linear, which is called twice; the gate before the square."""
 
-    def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, tokens: int = 4096) -> None:
+    def __init__(
+        self, dim: int, num_heads: int = 8, qkv_bias: bool = False, tokens: int = 4096, table: torch.dtype = torch.complex64
+    ) -> None:
         super().__init__()
         self.heads = num_heads
         self.qkv = nn.Linear(dim, dim, bias=qkv_bias)
-        self.register_buffer("freqs_cis", rotary_table(dim, tokens))
+        self.register_buffer("freqs_cis", rotary_table(dim, tokens).to(table))
         self.PI_linear = nn.Linear(dim, num_heads, bias=False)
         self.to_out = nn.Sequential(nn.Linear(dim, dim))
 

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.operators import BEGIN, END, markdown
 from dmst.operators import OPERATORS
+from tests.cases import VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -72,8 +73,12 @@ def test_named_tests_exist(path: Path) -> None:
 
 
 def test_every_operator_is_in_the_readme_table() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)`[^|]*\|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert set(rows) == set(OPERATORS)
+
+
+def test_the_readme_counts_the_variants() -> None:
+    assert f"{len(VARIANTS)} combinations of options" in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_the_readme_quotes_the_file_of_measurements() -> None:

@@ -352,14 +352,14 @@ def rounded(case: tuple, dtype: torch.dtype, scale: float, b: int, n: int, d: in
         for key, parameter in operator.named_parameters():
             if parameter.shape == (d, d) and operator.state_dict().keys() >= {"theta"}:
                 pass  # orthonormal, then rounded
-            elif key.split(".")[0] in ("subspace", "assign", "out"):
+            elif key.split(".")[0] in ("subspace", "assign", "out", "qkv"):
                 parameter.uniform_(-(d**-0.5), d**-0.5)
             parameter.copy_(parameter.to(dtype))
     z = (scale * torch.randn(b, n, d)).to(dtype).float()
     return operator, z, torch.randn(b, n, d).to(dtype).float()
 
 
-@pytest.mark.parametrize("case", PRECISE, ids=label)
+@pytest.mark.parametrize("case", [*PRECISE, ("mhsa", {}), ("xca", {}), ("mssa", {})], ids=label)
 @pytest.mark.parametrize("dtype", BARS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_precision_at_scale_1(case: tuple, dtype: torch.dtype, shape: tuple) -> None:

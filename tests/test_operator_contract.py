@@ -8,6 +8,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import dmst
 from dmst.errors import OptionError, ShapeError, UnknownNameError
@@ -57,7 +59,7 @@ def test_silent_heads_get_zeros_not_none(case: tuple) -> None:
     assert (gate[:, 1:] == 0).all()
     found = gradients(operator, tokens(), torch.randn(2, 7, 24, dtype=F64), grid=(1, 7))
     assert all(gradient is not None for gradient in found.values())
-    if operator.form.update != "proximal":  # there an orthonormal matrix ties all rows together
+    if operator.form.mode != "proximal":  # there an orthonormal matrix ties all rows together
         assert torch.equal(found["subspace.weight"][8:], torch.zeros(16, 24, dtype=F64))
 
 
@@ -116,6 +118,19 @@ def test_long_sequences(name: str, n: int) -> None:
     exact = gradients(copy.deepcopy(operator).double(), z.double(), torch.ones_like(z))
     assert found["z"].isfinite().all()
     assert relative(found["out"], exact["out"]) < 1e-5
+
+
+@every
+def test_cost_in_tokens(name: str) -> None:
+    """Multiply-adds at n and 2n tokens, by PyTorch's own counter: double, or more for the two quadratic ones."""
+    operator, counts = build(name, {}, dtype=torch.float32), []
+    for n in (64, 128):
+        plain = sdpa_kernel(SDPBackend.MATH)  # the fused kernel hides its products from the counter
+        with torch.no_grad(), plain, FlopCounterMode(display=False) as counter:
+            operator(tokens(n=n, dtype=torch.float32))
+        counts.append(counter.get_total_flops())
+    assert counts[0] > 0
+    assert (counts[1] > 2.2 * counts[0]) if name in ("mhsa", "mssa") else (counts[1] == 2 * counts[0])
 
 
 @variants

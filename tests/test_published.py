@@ -10,10 +10,20 @@ from torch import Tensor, nn
 
 from dmst.operators import DMSA, MHSA, TSSA
 from dmst.rotary import rotate, table
+from dmst.sparsemax import sparsemax
 from tests.cases import excite, gradients, relative, tokens
-from tests.published import AttentionDMSA, AttentionMHSA, AttentionTSSA, apply_rotary, rotary_table, soft_threshold
+from tests.published import (
+    AttentionDMSA,
+    AttentionMHSA,
+    AttentionTSSA,
+    apply_rotary,
+    rotary_table,
+    soft_threshold,
+    soft_threshold_topk,
+)
 
 F64 = torch.float64
+EXACT = torch.complex128
 KEYS = {"qkv": "subspace", "PI_linear": "assign", "to_out.0": "out", "temp": "temperature", "proj": "out"}
 
 
@@ -47,12 +57,14 @@ def assert_same(ours: nn.Module, published: nn.Module, z: Tensor, keys: dict[str
 @pytest.mark.parametrize("heads", [1, 3, 8])
 @pytest.mark.parametrize("n", [1, 7, 63, 197])
 def test_dmsa_is_the_printed_listing(n: int, heads: int, bias: bool) -> None:
-    assert_same(excite(DMSA(24, heads, bias=bias, dtype=F64)), AttentionDMSA(24, heads, qkv_bias=bias), tokens(n=n))
+    assert_same(
+        excite(DMSA(24, heads, bias=bias, dtype=F64)), AttentionDMSA(24, heads, qkv_bias=bias, table=EXACT), tokens(n=n)
+    )
 
 
 def test_at_5000_tokens_where_the_listing_needs_a_larger_table() -> None:
     ours = excite(DMSA(24, 3, dtype=F64))
-    assert_same(ours, AttentionDMSA(24, 3, qkv_bias=True, tokens=5000), tokens(b=1, n=5000))
+    assert_same(ours, AttentionDMSA(24, 3, qkv_bias=True, tokens=5000, table=EXACT), tokens(b=1, n=5000))
     printed = AttentionDMSA(24, 3, qkv_bias=True).double()
     with pytest.raises(RuntimeError):  # as printed, 4096 is the end
         printed(tokens(b=1, n=4097))
@@ -185,6 +197,15 @@ def test_tssa_normalises_small_tokens_too(scale: float) -> None:
 def test_mhsa_is_ordinary_attention() -> None:
     keys = {"qkv": "qkv", "proj": "out"}
     assert_same(excite(MHSA(24, 3, dtype=F64)), AttentionMHSA(24, 3, qkv_bias=True), tokens(n=13), keys)
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3, 4, 8])
+def test_the_published_topk_is_a_hint_not_a_cap(topk: int) -> None:
+    """The listing's `topk=4` changes no result: up to all 8 heads stay on, and every value is the exact sparsemax's."""
+    s = torch.randn(500, 8, dtype=F64) * torch.tensor([0.05, 0.3, 1.0], dtype=F64).repeat(167)[:500, None]
+    published = soft_threshold_topk(s, topk)
+    torch.testing.assert_close(published, sparsemax(s), rtol=0, atol=1e-14)
+    assert (published > 0).sum(1).max() == 8
 
 
 def test_row_20_one_call_to_assign_is_the_printed_two() -> None:

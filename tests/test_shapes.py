@@ -52,8 +52,8 @@ def test_objective(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = arm(reference, monkeypatch)
     projected, membership, gate = torch.randn(2, 3, 7, 5), torch.rand(2, 3, 7), torch.rand(2, 3)
-    assert steps["token_statistics"](projected, membership, gate, form=Form(heads=3)).shape == projected.shape
+    assert steps["token_statistics"](projected, membership, gate, form=Form(num_heads=3)).shape == projected.shape
     with pytest.raises(REFUSED):
-        steps["token_statistics"](projected, membership.mT, gate, form=Form(heads=3))
+        steps["token_statistics"](projected, membership.mT, gate, form=Form(num_heads=3))
     with pytest.raises(REFUSED):
-        steps["token_moments"](projected.transpose(1, 2), membership, form=Form(heads=3))
+        steps["token_moments"](projected.transpose(1, 2), membership, form=Form(num_heads=3))

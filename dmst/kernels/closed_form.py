@@ -1,7 +1,7 @@
 """The layer as one autograd function: forward in the reference's steps, backward in closed form.
 
-It keeps z, projected and membership, plus (b, k)-sized statistics: 2 n d + n k elements a sample, where the printed
-listing keeps 7 n d. With G = dL/dupdate, sign = -1 (+1 in the gated channel), r = 1 (listing) or 2 (equation):
+It keeps z, projected and membership, plus statistics without a token axis: 2 n d + n k + d + 3 k elements a sample, where
+the printed listing keeps 7 n d. With G = dL/dupdate, sign = -1 (+1 in the gated channel), r = 1 (listing) or 2 (equation):
 
     gradient forms   A_i = sum_n G pi s         c1_i = sign g^r a       dT_i = -sign g^(r+2) a^2 A
                      dg  = sign g^(r-1) sum_i A a (r - 2 (1 - a))
@@ -11,7 +11,8 @@ listing keeps 7 n d. With G = dL/dupdate, sign = -1 (+1 in the gated channel), r
                      dS  = -G w/(1+w)           dpi = -theta g^2 sum_i a q
     the moment adds  dS += 2 pi s dT/mass       dpi += sum_i dT (s^2 - T)/mass      (uniform: 2 s dT/n, and nothing)
     TSSA's energy    e = sum_i s^2/E_i,  E_i = sum_n s^2:   dS += 2 s/E (de - sum_n de s^2/E)
-    then             dscores = pullback(dpi) + pullback(dg)/n
+                     de = temperature dlogits,  dtemperature = sum e dlogits
+    then             dscores = pullback(dpi) + pullback(gate_scale dg)/n
     d subspace = dS^T z    d out = dout^T update (recomputed)    d assign_k = sum_n dscores_nk rot_n z_n
     dz = dS W_in + rot_n^T sum_k dscores_nk assign_k
 
@@ -40,6 +41,8 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
 
 
 class _Attend(torch.autograd.Function):
+    """`forward` returns the steps beside the output because `setup_context` can save only inputs and outputs."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -109,11 +112,11 @@ def _pull_back(
     if wanted.out_bias:
         grads["out_bias"] = wide(tokens_out).sum(0)
     weight_out = (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
-    dupdate = wide(rearrange(dout.to(dtype) @ weight_out, "b n (k p) -> b k n p", k=form.heads))
+    dupdate = wide(rearrange(dout.to(dtype) @ weight_out, "b n (k p) -> b k n p", k=form.num_heads))
 
     # the core, then what fed it
-    core = (_proximal_core if form.update == "proximal" else _gradient_core)(steps, weights.theta, form, dupdate)
-    dmembership = core.membership * steps.projected.shape[-2] if form.rescale else core.membership
+    core = (_proximal_core if form.mode == "proximal" else _gradient_core)(steps, weights.theta, form, dupdate)
+    dmembership = core.membership * steps.projected.shape[-2] if form.token_sparse_rescale else core.membership
     dprojected = core.projected
     if form.membership == "energy":
         dscores = MEMBERSHIP["softmax"].pullback(dmembership, None, steps.membership, form)
@@ -123,7 +126,7 @@ def _pull_back(
             energy = reference.token_energy(steps.projected, form)
             grads["temperature"] = (dscores * energy).sum((0, 2)).unsqueeze(-1)
     else:
-        membership = steps.membership / steps.projected.shape[-2] if form.rescale else steps.membership
+        membership = steps.membership / steps.projected.shape[-2] if form.token_sparse_rescale else steps.membership
         dscores = MEMBERSHIP[form.membership].pullback(dmembership, None, membership, form)
     if form.gate is not None:
         activation = GATE[form.gate]
@@ -191,7 +194,7 @@ def _proximal_core(steps: Steps, theta: Tensor | None, form: Form, dupdate: Tens
 def _add_moment(steps: Steps, form: Form, dmoment: Tensor, core: _Core, buffer: Tensor) -> _Core:
     """Add what dT asks of the projected tokens and of the membership."""
     values = wide(steps.projected)
-    per_mass = dmoment / steps.mass.unsqueeze(-1)
+    per_mass = dmoment / steps.divisor.unsqueeze(-1)
     bent = product(values, per_mass.unsqueeze(-2), buffer)
     if form.uniform_moment:
         return core._replace(projected=core.projected + 2 * bent)

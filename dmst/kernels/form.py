@@ -19,25 +19,25 @@ from dmst.sparsemax import jacobian_product, sparsemax
 
 @dataclass(frozen=True)
 class Form:
-    """The choices of one layer. Defaults are the paper's listing."""
+    """The choices of one layer. Defaults are those of the paper's listing."""
 
-    heads: int
+    num_heads: int
     membership: str = "sigmoid"  # a key of MEMBERSHIP, or "energy": softmax over heads of projected energy (TSSA)
     gate: str | None = "sparsemax"  # a key of GATE applied to the token mean of the scores; None: all heads on
-    update: str = "listing"  # listing: gate once; equation: gate squared; proximal: the implicit step
+    mode: str = "listing"  # listing: gate once; equation: gate squared; proximal: the implicit step
     gate_scale: float = 1.0
-    max_active: int | None = None
+    max_active_heads: int | None = None
     rotary: str = "1d"
     uniform_moment: bool = False  # second moment over all tokens alike, not by membership (gated channel)
     sign: float = -1.0  # +1 in the gated channel
-    rescale: bool = False  # membership times n, for memberships that sum to 1 over tokens
+    token_sparse_rescale: bool = False  # membership times n, for memberships that sum to 1 over tokens
     normalize_tokens: bool = True  # TSSA's code divides each channel's energy by its sum over tokens
     delta: float = 1e-8  # added to mass where the published code does; 0 means an empty group is guarded instead
 
     @property
     def power(self) -> int:
         """How often the gate multiplies the update."""
-        return 1 if self.update == "listing" else 2
+        return 1 if self.mode == "listing" else 2
 
 
 class Weights(NamedTuple):
@@ -80,11 +80,11 @@ MEMBERSHIP: dict[str, Activation] = {
 # Gate of head k from the token mean of its scores (b, k), before `gate_scale`.
 GATE: dict[str, Activation] = {
     "sparsemax": Activation(
-        lambda s, form: sparsemax(s, -1, max_active=form.max_active),
+        lambda s, form: sparsemax(s, -1, max_active=form.max_active_heads),
         lambda grad, _, value, form: jacobian_product(value, grad),
     ),
     "sigmoid": Activation(lambda s, form: s.sigmoid(), lambda grad, _, value, form: grad * value * (1 - value)),
     "relu": Activation(lambda s, form: s.relu(), lambda grad, s, _, form: grad * (s > 0)),
     "gelu": Activation(lambda s, form: torch.nn.functional.gelu(s), lambda grad, s, _, form: grad * _gelu_slope(s)),
-    "uniform": Activation(lambda s, form: torch.full_like(s, 1 / form.heads), lambda grad, *_: torch.zeros_like(grad)),
+    "uniform": Activation(lambda s, form: torch.full_like(s, 1 / form.num_heads), lambda grad, *_: torch.zeros_like(grad)),
 }

@@ -38,7 +38,7 @@ class Steps(NamedTuple):
     pooled: Tensor | None  # (b, k) token mean of the scores; None without a gate
     gate: Tensor | None  # (b, k)
     second_moment: Tensor  # (b, k, p), ungated
-    mass: Tensor  # (b, k), what the moment was divided by
+    divisor: Tensor  # (b, k), what the energy was divided by: mass + delta, or the number of tokens
 
 
 def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
@@ -49,7 +49,7 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
 
 def take_steps(z: Tensor, scores: Tensor | None, weights: Weights, form: Form, dtype: torch.dtype) -> Steps:
     """Everything up to the update."""
-    projected = project(z, weights, form.heads, dtype)
+    projected = project(z, weights, form.num_heads, dtype)
     membership = membership_of(scores, projected, weights.temperature, form)
     pooled, gate = gate_of(scores, form)
     second_moment, mass = token_moments(projected, membership, form)
@@ -127,7 +127,7 @@ def membership_of(scores: Tensor | None, projected: Tensor | None, temperature: 
         return (logits if scores is None else logits + scores).softmax(1)
     assert scores is not None
     membership = MEMBERSHIP[form.membership].value(scores, form)
-    return membership * membership.shape[-1] if form.rescale else membership
+    return membership * membership.shape[-1] if form.token_sparse_rescale else membership
 
 
 def token_energy(projected: Tensor, form: Form) -> Tensor:
@@ -182,7 +182,7 @@ def token_statistics(
 
 def attenuation_of(steps: Steps) -> tuple[Tensor, Tensor]:
     """a_ki = 1 / (1 + g_k^2 T_ki), and the gate as (b, k, 1), ones where there is none."""
-    gate = torch.ones_like(steps.mass) if steps.gate is None else steps.gate
+    gate = torch.ones_like(steps.divisor) if steps.gate is None else steps.gate
     gate = gate.unsqueeze(-1)
     return 1 / (1 + gate.square() * steps.second_moment), gate
 
@@ -191,7 +191,7 @@ def update_of(steps: Steps, theta: Tensor | None, form: Form) -> Tensor:
     """The head outputs before the output projection, at least float32."""
     attenuation, gate = attenuation_of(steps)
     values, membership = wide(steps.projected), steps.membership.unsqueeze(-1)
-    if form.update == "proximal":
+    if form.mode == "proximal":
         assert theta is not None
         w = membership * (wide(theta) * gate.square() * attenuation).unsqueeze(-2)
         return times(-w / (1 + w), values)

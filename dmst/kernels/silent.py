@@ -29,10 +29,10 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
     for sample, on in enumerate((gate != 0).tolist()):  # a NaN gate counts as on, so that it shows
         groups.setdefault(tuple(on), []).append(sample)
     silent = sum(len(samples) * (len(on) - sum(on)) for on, samples in groups.items())
-    saved = 2 * z.shape[1] * z.shape[2] * (z.shape[2] // form.heads) * silent
+    saved = 2 * z.shape[1] * z.shape[2] * (z.shape[2] // form.num_heads) * silent
     if saved > ROUND * len(groups):
         return attend_active(z, weights, form, membership, gate, groups, dtype)
-    projected = reference.project(z, weights, form.heads, dtype)
+    projected = reference.project(z, weights, form.num_heads, dtype)
     update = reference.token_statistics(projected, membership, gate, weights.theta, form=form)
     return reference.project_out(update, weights, dtype)
 
@@ -48,7 +48,7 @@ def attend_active(
 ) -> Tensor:
     """Each group with only its own heads' rows of the weights."""
     out = z.new_empty(z.shape, dtype=dtype)
-    rows = _by_head(weights, form.heads)
+    rows = _by_head(weights, form.num_heads)
     for on, samples in groups.items():
         heads = [k for k, is_on in enumerate(on) if is_on]
         if not heads:
@@ -57,9 +57,9 @@ def attend_active(
         index = torch.tensor(heads)
         mine = _only(rows, index)
         pick = slice(samples[0], samples[0] + 1) if len(samples) == 1 else samples
-        share, strength = (x[pick].index_select(1, index) for x in (membership, gate))
+        active_membership, active_gate = (x[pick].index_select(1, index) for x in (membership, gate))
         projected = reference.project(z[pick], mine, len(heads), dtype)
-        update = reference.token_statistics(projected, share, strength, weights.theta, form=form)
+        update = reference.token_statistics(projected, active_membership, active_gate, weights.theta, form=form)
         out[pick] = reference.project_out(update, mine, dtype)
     return out
 

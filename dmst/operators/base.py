@@ -72,12 +72,12 @@ class Operator(nn.Module):
 
 
 def lineage_options(owner: type, bias: bool, options: dict[str, Any]) -> bool:
-    """Take the words that the blocks of timm, XCiT and ToST pass; refuse every other leftover. Returns `bias`."""
+    """Take the words that the blocks of XCiT and ToST pass; refuse every other leftover. Returns `bias`."""
     bias = options.pop("qkv_bias", bias)
     for word, remedy in (("qk_scale", "scale the weights"), ("attn_drop", "use proj_drop")):
         value = options.pop(word, None)
         if value:
-            raise OptionError(f"{word} is {value!r}: {owner.__name__} has no attention matrix to apply it to; {remedy}.")
+            raise OptionError(f"{word} is {value!r}: {owner.__name__} does not apply it; {remedy}, and leave {word} out or 0.")
     refuse_unknown_options(owner, options)
     return bias
 

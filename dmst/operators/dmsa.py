@@ -3,7 +3,7 @@
     s_nk = z_n U_k      l_nk = <rot_n z_n, w_k>      pi_nk = sigmoid(l_nk)      g = sparsemax_k(mean_n l_nk)
     T_ki = sum_n pi_nk s_nki^2 / sum_n pi_nk         a_ki = 1 / (1 + g_k^2 T_ki)
 
-    listing     out( -g pi a s )                 what the paper's appendix prints and trained: free output, gate once
+    listing     out( -g pi a s )                 what the paper's appendix prints: free output, gate once
     equation    sum_k -g^2 pi a s U_k^T          exactly -n times the gradient of R_var, membership and gate held fixed
     proximal    sum_k -w/(1+w) s U_k^T           w = theta g^2 pi a, [U_1 .. U_K] orthonormal: lowers R_var for every theta > 0
 
@@ -18,11 +18,12 @@ from typing import Any
 
 from dmst.errors import OptionError, choose
 from dmst.kernels import Form
+from dmst.kernels.form import GATE
 from dmst.operators.base import lineage_options
 from dmst.operators.family import TokenStatistics
 
 MODES = ("listing", "equation", "proximal")
-GATES = ("sparsemax", "sigmoid", "relu", "gelu", "uniform")
+GATES = tuple(GATE)
 MEMBERSHIPS = ("sigmoid", "softmax")
 
 
@@ -75,12 +76,12 @@ def gated_form(
     if not math.isfinite(gate_scale):
         raise OptionError(f"gate_scale is {gate_scale!r}: it must be a finite number.")
     return Form(
-        heads=num_heads,
+        num_heads=num_heads,
         membership=membership,
         gate=gate_activation,
-        update=choose("mode", mode, MODES),
+        mode=choose("mode", mode, MODES),
         gate_scale=float(gate_scale),
-        max_active=max_active_heads,
+        max_active_heads=max_active_heads,
         rotary=rotary,
         delta=1e-8 if mode == "listing" else 0.0,  # the printed code's, and none where an identity would see it
         **rest,

@@ -41,15 +41,15 @@ class TokenStatistics(Operator):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(dim, form.heads)
+        super().__init__(dim, form.num_heads)
         rotary.check(form.rotary, dim)
         factory = {"device": device, "dtype": dtype}
-        tied, proximal = form.update != "listing", form.update == "proximal"
+        tied, proximal = form.mode != "listing", form.mode == "proximal"
         self.form = form
         self.subspace = (OrthonormalLinear if proximal else nn.Linear)(dim, dim, bias=bias, **factory)
-        self.assign = nn.Linear(dim, form.heads, bias=membership_bias, **factory) if assign else None
+        self.assign = nn.Linear(dim, form.num_heads, bias=membership_bias, **factory) if assign else None
         self.out = None if tied else nn.Linear(dim, dim, **factory)
-        self.temperature = nn.Parameter(torch.empty(form.heads, 1, **factory)) if form.membership == "energy" else None
+        self.temperature = nn.Parameter(torch.empty(form.num_heads, 1, **factory)) if form.membership == "energy" else None
         self.theta = nn.Parameter(torch.empty((), **factory)) if proximal else None
         self.proj_drop = nn.Dropout(proj_drop)
         self.reset_parameters()

@@ -1,4 +1,4 @@
-"""Gated channel attention: what is left of DMSA when membership no longer weighs the moment.
+"""Gated channel attention: DMSA without its gate, its membership out of the moment, and the opposite sign.
 
     G_nk = sigmoid(<rot_n z_n, w_k>)        T_ki = mean_n s_nki^2        out( +G a s ),   a_ki = 1 / (1 + T_ki)
 
@@ -38,7 +38,7 @@ class GatedChannel(TokenStatistics):
     ) -> None:
         bias = lineage_options(GatedChannel, bias, options)
         uniform = choose("moment_weight", moment_weight, ("uniform", "membership")) == "uniform"
-        form = Form(heads=num_heads, gate=None, rotary=rotary, uniform_moment=uniform, sign=1.0)
+        form = Form(num_heads=num_heads, gate=None, rotary=rotary, uniform_moment=uniform, sign=1.0)
         super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)
 
     def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> None:

@@ -1,7 +1,7 @@
 """A square linear map whose matrix is orthonormal, stored as itself: `weight` is the plain matrix, whatever reads it.
 
-    training    basis = Q of weight = QR, diag(R) > 0      differentiable; an optimizer may step freely in between
-    evaluation  basis = weight                             `eval()` and `state_dict()` first put weight onto the manifold
+    training    basis = Q^T of weight^T = Q R, diag(R) > 0      Gram-Schmidt on the rows; an optimizer steps freely
+    evaluation  basis = weight                                  `eval()` and `state_dict()` first put weight onto the manifold
 
 A matrix that is orthonormal already is left alone to the bit, so saving and loading changes nothing.
 """
@@ -28,7 +28,7 @@ class OrthonormalLinear(nn.Linear):
 
     def basis(self) -> Tensor:
         """The orthonormal matrix that the layer uses."""
-        return nearest(self.weight) if self.training else self.weight
+        return orthonormal_rows(self.weight) if self.training else self.weight
 
     def retract_(self) -> None:
         """Put `weight` onto the manifold in place, unless it is there to rounding."""
@@ -38,7 +38,7 @@ class OrthonormalLinear(nn.Linear):
             wide = self.weight.double()
             error = (wide @ wide.mT - torch.eye(wide.shape[0], dtype=wide.dtype, device=wide.device)).abs().max()
             if not error <= 64 * torch.finfo(self.weight.dtype).eps:
-                self.weight.copy_(nearest(wide))
+                self.weight.copy_(orthonormal_rows(wide))
 
     def train(self, mode: bool = True) -> OrthonormalLinear:
         if not mode:
@@ -49,8 +49,8 @@ class OrthonormalLinear(nn.Linear):
         return nn.functional.linear(z, self.basis(), self.bias)
 
 
-def nearest(weight: Tensor) -> Tensor:
-    """Q of weight = Q R with diag(R) > 0, rows orthonormal: an orthonormal matrix is its own Q."""
+def orthonormal_rows(weight: Tensor) -> Tensor:
+    """Gram-Schmidt on the rows, by the QR of the transpose, diag(R) > 0; an orthonormal matrix stays itself, to rounding."""
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     q, r = torch.linalg.qr(wide.mT)
     sign = torch.where(r.diagonal() < 0, -1.0, 1.0).to(q.dtype)

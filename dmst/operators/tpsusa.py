@@ -38,5 +38,5 @@ class TPSUSA(TokenStatistics):
     ) -> None:
         bias = lineage_options(TPSUSA, bias, options)
         gate = (mode, gate_activation, gate_scale, max_active_heads)
-        form = gated_form(num_heads, "token_sparsemax", *gate, rotary, rescale=token_sparse_rescale)
+        form = gated_form(num_heads, "token_sparsemax", *gate, rotary, token_sparse_rescale=token_sparse_rescale)
         super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)

@@ -34,5 +34,11 @@ class TPUSA(TokenStatistics):
         **options: Any,
     ) -> None:
         bias = lineage_options(TPUSA, bias, options)
-        form = Form(heads=num_heads, membership="token_sparsemax", gate=None, rotary=rotary, rescale=token_sparse_rescale)
+        form = Form(
+            num_heads=num_heads,
+            membership="token_sparsemax",
+            gate=None,
+            rotary=rotary,
+            token_sparse_rescale=token_sparse_rescale,
+        )
         super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)

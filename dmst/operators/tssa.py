@@ -4,8 +4,8 @@
     T_ki = sum_n pi_nk s_nki^2 / sum_n pi_nk                           out( -pi a s ),   a_ki = 1 / (1 + T_ki)
 
 In words: a token belongs to the subspace it has most energy in, so membership follows from the subspaces.
-The published code divides each channel by its norm over tokens first (`normalize_tokens`); the formula in the text does not,
-and with it e_nk is about p/n, so membership stays nearly uniform.
+The published code divides each channel by its norm over tokens first (`normalize_tokens`); the formula in the text does not.
+With that division e_nk is about p/n, so membership stays nearly uniform.
 
 `position_scores` (ours) adds DMSA's rotated scores to the membership logits: l_nk = temperature_k e_nk + <rot_n z_n, w_k>.
 It separates the two things that DMSA changes, a learned membership and a gate.
@@ -39,6 +39,8 @@ class TSSA(TokenStatistics):
     ) -> None:
         bias = lineage_options(TSSA, bias, options)
         choose("position_scores", position_scores, ("none", "1d", "2d"))
-        form = Form(heads=num_heads, membership="energy", gate=None, rotary=position_scores, normalize_tokens=normalize_tokens)
+        form = Form(
+            num_heads=num_heads, membership="energy", gate=None, rotary=position_scores, normalize_tokens=normalize_tokens
+        )
         scored = position_scores != "none"
         super().__init__(dim, form, bias=bias, proj_drop=proj_drop, assign=scored, device=device, dtype=dtype)
