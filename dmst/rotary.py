@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dmst import watched
 from dmst.errors import OptionError, ShapeError, choose
 
 MODES = ("1d", "2d", "none")
@@ -53,7 +54,7 @@ def table(
     if grid is None:
         raise ShapeError("rotary='2d' needs grid=(rows, columns) of the tokens: pass grid to the operator, or use rotary='1d'.")
     rows, columns = grid
-    if rows * columns != n:
+    if rows < 0 or columns < 0 or rows * columns != n:
         raise ShapeError(f"grid is {rows} x {columns} = {rows * columns} tokens, but z has {n}: they must be equal.")
     return _plane(dim, rows, columns, device, dtype)
 
@@ -83,7 +84,7 @@ _PLANES_KEPT = 32
 
 def _line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
     """The first n rows of the shared table, grown where needed. Old rows keep their bits: a row depends on n and d alone."""
-    if torch.compiler.is_compiling():  # a traced graph computes its own rows: no state, and n may be symbolic
+    if watched.traced() or watched.dispatched():  # a traced graph computes its own rows: no state, and n may be symbolic
         return _compute_line(dim, n, device, dtype)
     key = (dim, device, dtype)
     found = _LINES.get(key)
@@ -94,7 +95,7 @@ def _line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
 
 def _plane(dim: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Table:
     """The table of one grid; the last few grids are remembered."""
-    if torch.compiler.is_compiling():
+    if watched.traced() or watched.dispatched():
         return _compute_plane(dim, rows, columns, device, dtype)
     key = (dim, rows, columns, device, dtype)
     found = _PLANES.get(key)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dmst import watched
 from dmst.errors import OptionError, choose
 
 SHORT = 32  # up to here the k x k comparison is cheaper than a sort, and it needs no indices
@@ -40,8 +41,10 @@ def sparsemax(scores: Tensor, dim: int = -1, *, max_active: int | None = None, m
     if max_active is not None:
         rows = rows.masked_fill(_RANK[method](rows.detach()) >= max_active, -torch.inf)
     projection = _project(rows.detach(), method)
-    if rows.requires_grad:  # J is constant around a point, so a map with that J carries the gradient, to every order
-        linear = jacobian_product(projection, rows)
+    if (
+        rows.requires_grad or watched.transformed()
+    ):  # J is constant around a point, so a map with that J carries every derivative
+        linear = jacobian_product(projection, rows - rows.detach().amax(-1, keepdim=True))
         projection = projection + (linear - linear.detach())  # adds exactly 0
     return projection.movedim(-1, dim)
 

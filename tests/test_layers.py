@@ -13,7 +13,8 @@ import dmst
 ROOT = Path(dmst.__file__).parent
 # a row imports only rows below it; names on one row do not import each other; errors is open to all
 ROWS = [
-    ["errors", "sparsemax", "rotary"],
+    ["errors", "watched"],
+    ["sparsemax", "rotary"],
     ["objective", "kernels"],
     ["operators"],
     ["models", "data"],

@@ -1,8 +1,8 @@
 """Numerical cores. `attend` is the layer; which file computes it is decided here and nowhere else.
 
-traced (torch.compile, torch.export)      reference     plain torch: the compiler fuses it and chooses what to keep
+traced, or forward-mode derivatives       reference     plain torch: the compiler fuses it and chooses what to keep
 a gradient is wanted                      closed_form   one autograd function, keeps 2 n d
-no gradient, CPU, sparsemax gate          silent        heads with gate 0 left out where that is faster
+no gradient, CPU, sparsemax gate, eager   silent        heads with gate 0 left out where that is faster
 no gradient, otherwise                    reference
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dmst import watched
 from dmst.kernels import closed_form, reference, silent
 from dmst.kernels.autocast import autocast_is_on, without_autocast
 from dmst.kernels.form import Form, Weights
@@ -35,11 +36,11 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
 
 
 def _choose(z: Tensor, weights: Weights, form: Form) -> Callable[..., Tensor]:
-    if torch.compiler.is_compiling():
+    if watched.traced() or watched.dual():
         return reference.attend
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
         return closed_form.attend
-    mapped = torch._C._are_functorch_transforms_active()  # under vmap the host cannot read which heads are on
-    if z.device.type == "cpu" and form.gate == "sparsemax" and not mapped:
+    readable = not (watched.transformed() or watched.dispatched())  # by the host: which heads are on
+    if z.device.type == "cpu" and form.gate == "sparsemax" and readable:
         return silent.attend
     return reference.attend

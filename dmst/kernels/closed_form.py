@@ -212,6 +212,7 @@ def _energy_pullback(projected: Tensor, denergy: Tensor, form: Form) -> Tensor:
     square = values.square()
     channel = reference.channel_energy(square)
     mean = (denergy.unsqueeze(-1) * (square / channel)).sum(-2, keepdim=True)
+    mean = torch.where(square.sum(-2, keepdim=True) >= channel, mean, 0)  # at the floor the divisor is a constant
     return 2 * values / channel * (denergy.unsqueeze(-1) - mean)  # the difference first: it is 0 for one token, exactly
 
 

@@ -23,7 +23,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst import rotary
+from dmst import rotary, watched
 from dmst.kernels.form import GATE, MEMBERSHIP, Form, Weights
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def in_place() -> bool:
 
     On the CPU most of the time of an elementwise pass goes into touching new memory, so one buffer is used again and again.
     """
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    return not (torch.is_grad_enabled() or watched.traced() or watched.transformed())
 
 
 def times(mine: Tensor, other: Tensor) -> Tensor:
@@ -202,4 +202,8 @@ def project_out(update: Tensor, weights: Weights, dtype: torch.dtype) -> Tensor:
     """sum_k update_k W_out,k + bias, in the compute dtype; tied to the subspaces where there is no `out`."""
     flat = rearrange(update, "b k n p -> b n (k p)").to(dtype)
     weight = weights.subspace.mT if weights.out is None else weights.out
-    return F.linear(flat, weight.to(dtype), cast(weights.out_bias, dtype))
+    out = F.linear(flat, weight.to(dtype))
+    if weights.out_bias is None:
+        return out
+    bias = weights.out_bias.to(dtype)  # added apart: with a bias F.linear hands out a view, which nobody may change in place
+    return out.add_(bias) if in_place() else out + bias

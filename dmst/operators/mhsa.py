@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst.errors import refuse_unknown_options
+from dmst.kernels import without_autocast
 from dmst.kernels.reference import wide
 from dmst.operators.base import Grid, Operator, Parts
 
@@ -55,4 +56,6 @@ class MHSA(Operator):
     def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
         """`projected` is v: what is mixed."""
         q, k, v = self._project(z)
-        return Parts(projected=v, attention=(wide(q) @ wide(k).mT * self.scale).softmax(-1))
+        with without_autocast(z):
+            attention = (wide(q) @ wide(k).mT * self.scale).softmax(-1)
+        return Parts(projected=v, attention=attention)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from dmst import objective
 from dmst.errors import OptionError
+from dmst.kernels import without_autocast
 from dmst.kernels.reference import wide
 from dmst.operators.base import Grid, Operator, Parts, lineage_options
 
@@ -67,8 +68,9 @@ class MSSA(Operator):
 
     def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
         s = self._project(z)
-        wider = wide(s)
-        return Parts(projected=s, attention=(wider @ wider.mT * self.head_dim**-0.5).softmax(-1))
+        with without_autocast(z):
+            attention = (wide(s) @ wide(s).mT * self.head_dim**-0.5).softmax(-1)
+        return Parts(projected=s, attention=attention)
 
     def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> Tensor:
         subspaces = rearrange(self.subspace.weight, "(k p) d -> k d p", k=self.num_heads)

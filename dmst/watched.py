@@ -1,0 +1,33 @@
+"""Who is looking: the few questions whose answer decides whether a shortcut may be taken.
+
+    transformed()   torch.func transforms or forward-mode differentiation: tensors hide their batch and their tangents
+    traced()        torch.compile, torch.export, torch.jit.trace: what is done once is done for every later input
+    dispatched()    a dispatch mode (fake tensors, make_fx, a FLOP counter): tensors may have no values to read
+
+Plain eager execution answers no three times. Each asks PyTorch's private state, so they are asked in this one file.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+
+def traced() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def transformed() -> bool:
+    if torch.compiler.is_compiling():  # the compiler follows transforms by itself
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def dual() -> bool:
+    """Forward-mode differentiation alone."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
+def dispatched() -> bool:
+    return not torch.compiler.is_compiling() and is_in_torch_dispatch_mode()
