@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -48,9 +49,23 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownNameEr
 def choose(what: str, name: Any, known: Iterable[Any]) -> Any:
     """`name` if it is one of `known` (None included where listed), else the error above."""
     known = tuple(known)
-    if name in known:
+    if any(name is k or (type(name) is type(k) and name == k) for k in known):
         return name
     raise unknown_name(what, name, (str(k) for k in known))
+
+
+def number(what: str, value: Any, low: float, high: float) -> float:
+    """`value` as a float, if it is a plain number from `low` to `high`."""
+    if type(value) not in (int, float) or not low <= value <= high or abs(value) == math.inf:
+        raise OptionError(f"{what} is {value!r}: it must be a finite number from {low:g} to {high:g}.")
+    return float(value)
+
+
+def flag(what: str, value: Any) -> bool:
+    """`value`, if it is True or False."""
+    if type(value) is not bool:
+        raise OptionError(f"{what} is {value!r}: it must be True or False.")
+    return value
 
 
 def refuse_unknown_options(owner: type, unknown: Mapping[str, object]) -> None:

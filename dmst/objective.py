@@ -9,8 +9,9 @@
 
 Shapes: z (b, n, d) tokens, membership (b, k, n), gate (b, k), subspaces (k, d, p), projected (b, k, n, p) = z U_k.
 `eps` is the precision itself and is squared inside; never pass eps^2. `width` names the d of the constant c = d / eps^2:
-"dim" is the model width k p (the paper's text), "head_dim" is p (the published curves). Everything is at least
-float32; log-dets are taken on the smaller Gram side, factored in float64. A group of mass 0 costs 0.
+"dim" is the model width k p (the paper's text), "head_dim" is p (the published curves). Everything is computed in float64, also
+under autocast, and returned in at least float32: tokens of low rank at a small eps put 1 beside 1e6 on a diagonal, which
+float32 cannot hold. Log-dets are taken on the smaller Gram side. A group of mass 0 costs 0.
 
 What bounds what, all without a gate: variational_rate >= projected_rate always; variational_rate >= group_rate only for square
 orthogonal subspaces (there pass width="head_dim", which is d); complete_rate >= group_rate for orthonormal columns of any
@@ -19,12 +20,13 @@ number; coding_rate >= group_rate where each token's memberships sum to 1. So "b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dmst.errors import OptionError, choose
+from dmst.errors import OptionError, ShapeError, choose
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -34,10 +36,9 @@ WIDTHS = ("dim", "head_dim")
 
 def coding_rate(z: Float[Tensor, "b n d"], *, eps: float) -> Float[Tensor, "b"]:
     """R(Z) = 1/2 logdet(I + d/(n eps^2) Z^T Z)."""
-    z = _wide(z)
-    n, d = z.shape[-2:]
-    everyone = z.new_ones(n)
-    return 0.5 * _logdet(z, everyone, _scale(d, eps) / max(n, 1))
+    x = _exact(z)
+    n, d = x.shape[-2:]
+    return _told(0.5 * _logdet(x, x.new_full((n,), 1 / max(n, 1)), _scale(d, eps)), z)
 
 
 def group_rate(z: Float[Tensor, "b n d"], membership: Float[Tensor, "b k n"], *, eps: float) -> Float[Tensor, "b"]:
@@ -46,10 +47,11 @@ def group_rate(z: Float[Tensor, "b n d"], membership: Float[Tensor, "b k n"], *,
     With the mass_k/n that the paper's third equation leaves out. Without it R - R^c <= 0 for every z whose memberships sum
     to 1, since logdet(I + A + B) <= logdet(I + A) + logdet(I + B).
     """
-    z, membership = _wide(z), _wide(membership)
-    mass = membership.sum(-1)
-    scale = _scale(z.shape[-1], eps) / _at_least_something(mass)
-    return 0.5 * (_share(mass, z.shape[-2]) * _logdet(z.unsqueeze(-3), membership, scale)).sum(-1)
+    x, pi = _exact(z), _exact(membership)
+    _fit("membership", pi, (*z.shape[:-2], pi.shape[-2], z.shape[-2]))
+    mass = pi.sum(-1)
+    per_head = _logdet(x.unsqueeze(-3), pi / _at_least_something(mass).unsqueeze(-1), _scale(x.shape[-1], eps))
+    return _told(0.5 * (_share(mass, x.shape[-2]) * per_head).sum(-1), z)
 
 
 membership_rate = group_rate  # the paper writes R^c(Z | Pi) and R_cf(Z, Pi) for one function
@@ -57,9 +59,10 @@ membership_rate = group_rate  # the paper writes R^c(Z | Pi) and R_cf(Z, Pi) for
 
 def subspace_rate(z: Float[Tensor, "b n d"], subspaces: Float[Tensor, "k d p"], *, eps: float) -> Float[Tensor, "b"]:
     """R_c,f(Z | U) = 1/2 sum_k logdet(I + p/(n eps^2) (Z U_k)^T (Z U_k)): CRATE's. No bound of R^c for arbitrary U."""
-    projected = _project(_wide(z), _wide(subspaces))
+    _fit("subspaces", subspaces, (subspaces.shape[0], z.shape[-1], subspaces.shape[-1]))
+    projected = _project(_exact(z), _exact(subspaces))
     n, p = projected.shape[-2:]
-    return 0.5 * _logdet(projected, projected.new_ones(n), _scale(p, eps) / max(n, 1)).sum(-1)
+    return _told(0.5 * _logdet(projected, projected.new_full((n,), 1 / max(n, 1)), _scale(p, eps)).sum(-1), z)
 
 
 def projected_rate(
@@ -69,10 +72,11 @@ def projected_rate(
 
     variational_rate minus this is the decorrelation gap: 0 iff each head's weighted covariance is diagonal.
     """
-    projected, membership = _wide(projected), _wide(membership)
-    mass = membership.sum(-1)
-    scale = _scale(_width(projected, width), eps) / _at_least_something(mass)
-    return 0.5 * (_share(mass, projected.shape[-2]) * _logdet(projected, membership, scale)).sum(-1)
+    s, pi = _exact(projected), _exact(membership)
+    _fit("membership", pi, s.shape[:-1])
+    mass = pi.sum(-1)
+    per_head = _logdet(s, pi / _at_least_something(mass).unsqueeze(-1), _scale(_width(s, width), eps))
+    return _told(0.5 * (_share(mass, s.shape[-2]) * per_head).sum(-1), projected)
 
 
 def variational_rate(
@@ -91,18 +95,20 @@ def variational_rate(
     `normalize_membership` makes the heads' shares of each token sum to 1, and `unit_norm` scales every projected token to
     length 1 (the published curves), which cancels the gate on the heads it leaves on; silent heads then cost 0.
     """
-    projected, membership = _wide(projected), _wide(membership)
+    s, pi = _exact(projected), _exact(membership)
+    _fit("membership", pi, s.shape[:-1])
     if normalize_membership:
-        membership = membership / _at_least_something(membership.sum(-2, keepdim=True))
+        pi = pi / _at_least_something(pi.sum(-2, keepdim=True))
     if unit_norm:
-        projected = projected / _at_least_something(torch.linalg.vector_norm(projected, dim=-1, keepdim=True))
-        gate = None if gate is None else (gate != 0).to(projected.dtype)
-    mass = membership.sum(-1)
-    moment = _second_moment(projected, membership, mass)
+        s = s / _at_least_something(torch.linalg.vector_norm(s, dim=-1, keepdim=True))
+        gate = None if gate is None else gate != 0
+    mass = pi.sum(-1)
+    moment = _second_moment(s, pi, mass)
     if gate is not None:
-        moment = _wide(gate).square().unsqueeze(-1) * moment
-    per_head = torch.log1p(_scale(_width(projected, width), eps) * moment).sum(-1)
-    return 0.5 * (_share(mass, projected.shape[-2]) * per_head).sum(-1)
+        _fit("gate", gate, s.shape[:-2])
+        moment = _exact(gate).square().unsqueeze(-1) * moment
+    per_head = torch.log1p(_scale(_width(s, width), eps) * moment).sum(-1)
+    return _told(0.5 * (_share(mass, s.shape[-2]) * per_head).sum(-1), projected)
 
 
 def complete_rate(
@@ -114,17 +120,19 @@ def complete_rate(
     d-p directions it could lie in. R+ >= group_rate: complete U_k to a square basis, then f is concave. Subspaces are
     orthonormalised by a thin QR first. The truncated R_var charges nothing for a wrong membership; this does.
     """
-    z, membership = _wide(z), _wide(membership)
-    bases = torch.linalg.qr(_wide(subspaces)).Q
-    projected = _project(z, bases)
-    (n, d), p = z.shape[-2:], bases.shape[-1]
-    mass = membership.sum(-1)
-    moment = _second_moment(projected, membership, mass)
-    outside = (z.square().sum(-1).unsqueeze(-2) - projected.square().sum(-1)).clamp(min=0)
-    residual = (membership * outside).sum(-1) / (_at_least_something(mass) * max(d - p, 1))
+    x, pi = _exact(z), _exact(membership)
+    _fit("subspaces", subspaces, (subspaces.shape[0], z.shape[-1], subspaces.shape[-1]))
+    _fit("membership", pi, (*z.shape[:-2], subspaces.shape[0], z.shape[-2]))
+    bases = torch.linalg.qr(_exact(subspaces)).Q
+    s = _project(x, bases)
+    (n, d), p = x.shape[-2:], bases.shape[-1]
+    mass = pi.sum(-1)
+    moment = _second_moment(s, pi, mass)
+    outside = (x.square().sum(-1).unsqueeze(-2) - s.square().sum(-1)).clamp(min=0)
+    residual = (pi * outside).sum(-1) / (_at_least_something(mass) * max(d - p, 1))
     scale = _scale(d, eps)
     per_head = torch.log1p(scale * moment).sum(-1) + (d - p) * torch.log1p(scale * residual)
-    return 0.5 * (_share(mass, n) * per_head).sum(-1)
+    return _told(0.5 * (_share(mass, n) * per_head).sum(-1), z)
 
 
 def rate_reduction(total: Float[Tensor, "b"], compressed: Float[Tensor, "b"]) -> Float[Tensor, "b"]:
@@ -135,14 +143,25 @@ def rate_reduction(total: Float[Tensor, "b"], compressed: Float[Tensor, "b"]) ->
 # --- shared pieces ---------------------------------------------------------------------------------------------------
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _exact(x: Tensor) -> Tensor:
+    return x.to(torch.float32 if x.device.type == "mps" else torch.float64)  # mps has no float64
+
+
+def _told(rate: Tensor, asked_of: Tensor) -> Tensor:
+    """The result in the dtype of the argument, at least float32."""
+    return rate.to(torch.promote_types(asked_of.dtype, torch.float32))
+
+
+def _fit(name: str, x: Tensor, shape: Sequence[int]) -> None:
+    """Refuse what would broadcast into a wrong number."""
+    if tuple(x.shape) != tuple(shape):
+        raise ShapeError(f"{name} has shape {tuple(x.shape)}; the other arguments ask for {tuple(shape)}.")
 
 
 def _scale(width: int, eps: float) -> float:
     if not eps > 0:
         raise OptionError(f"eps is {eps!r}: the precision must be a number above 0 (it is squared inside).")
-    return width / eps**2
+    return float(width / eps**2)
 
 
 def _width(projected: Tensor, width: str) -> int:
@@ -167,20 +186,16 @@ def _second_moment(projected: Tensor, membership: Tensor, mass: Tensor) -> Tenso
     return (membership.unsqueeze(-1) * projected.square()).sum(-2) / _at_least_something(mass).unsqueeze(-1)
 
 
-def _logdet(x: Tensor, weights: Tensor, scale: Tensor | float) -> Tensor:
+def _logdet(x: Tensor, weights: Tensor, scale: float) -> Tensor:
     """logdet(I + scale x^T diag(weights) x) for x (..., n, d), on whichever side is smaller.
 
     By Cholesky, never by LU: after `torch.set_num_threads` PyTorch's batched LU on the CPU returns wrong numbers.
-    In float64: tokens of low rank at a small eps put 1 beside 1e6 on the diagonal, which float32 cannot hold.
     The root of a weight of 0 gets the smallest normal number under it: too small to change a value, and its gradient exists.
     A sample that is not finite becomes NaN and leaves the others alone.
     """
     n, d = x.shape[-2:]
-    exact = torch.float32 if x.device.type == "mps" else torch.float64  # mps has no float64
-    root = (weights.to(exact) + torch.finfo(exact).tiny).sqrt().unsqueeze(-1)
-    weighted = root * x.to(exact)
+    weighted = (weights + torch.finfo(x.dtype).tiny).sqrt().unsqueeze(-1) * x
     gram = weighted.mT @ weighted if d <= n else weighted @ weighted.mT
-    scale = scale if isinstance(scale, float) else scale.to(exact)[..., None, None]
-    factor, failed = torch.linalg.cholesky_ex(torch.eye(min(n, d), dtype=exact, device=x.device) + scale * gram)
+    factor, failed = torch.linalg.cholesky_ex(torch.eye(min(n, d), dtype=x.dtype, device=x.device) + scale * gram)
     logdet = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return torch.where(failed == 0, logdet, torch.nan).to(x.dtype)
+    return torch.where(failed == 0, logdet, torch.nan)

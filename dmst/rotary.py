@@ -17,7 +17,7 @@ table per (width, device, dtype) serves every layer; it grows by powers of two, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,10 +53,20 @@ def table(
         return _line(dim, n, device, dtype)
     if grid is None:
         raise ShapeError("rotary='2d' needs grid=(rows, columns) of the tokens: pass grid to the operator, or use rotary='1d'.")
-    rows, columns = grid
-    if rows < 0 or columns < 0 or rows * columns != n:
+    rows, columns = _sides(grid)
+    if rows * columns != n:
         raise ShapeError(f"grid is {rows} x {columns} = {rows * columns} tokens, but z has {n}: they must be equal.")
     return _plane(dim, rows, columns, device, dtype)
+
+
+def _sides(grid: Any) -> tuple[int, int]:
+    if (
+        isinstance(grid, tuple | list)
+        and len(grid) == 2
+        and not any(isinstance(side, bool | float | str) or side < 0 for side in grid)
+    ):
+        return grid[0], grid[1]
+    raise ShapeError(f"grid is {grid!r}: it must be (rows, columns), two whole numbers of at least 0.")
 
 
 def turn(w: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from dmst import kernels
@@ -48,6 +50,19 @@ def test_closed_form_is_autograd(case: tuple, n: int) -> None:
             assert found is None or found.abs().max() == 0
         else:
             assert relative(found, expected) < 1e-12 or (found - expected).norm() < 1e-13
+
+
+@pytest.mark.parametrize("scale", [1e-13, 1e-12, 1e-10])
+def test_tssa_at_the_floor_of_its_normalisation(scale: float) -> None:
+    operator = build("tssa", {"bias": False})
+    z = (scale * tokens()).requires_grad_()
+    tensors, weights = leaves(operator)
+    grad = torch.randn_like(z)
+    found, expected = (
+        torch.autograd.grad(attend(z, weights, operator.form, dtype=F64), (z, *tensors), grad)
+        for attend in (closed_form.attend, reference.attend)
+    )
+    assert all(relative(a, b) < 1e-10 for a, b in zip(found, expected, strict=True))
 
 
 @family
@@ -337,6 +352,28 @@ def test_exports_with_any_batch_and_length(case: tuple) -> None:
     for b, n in ((1, 5), (3, 197)):
         z = tokens(b=b, n=n)
         torch.testing.assert_close(program.module()(z), operator(z), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")  # it is old, and says so
+def test_a_traced_program_holds_for_other_gates() -> None:
+    """What is recorded once must not remember which heads were on: jit.trace, make_fx, and fake tensors without values."""
+    operator = DMSA(384, 8, membership_bias=True).eval()
+    nn.init.normal_(operator.assign.weight, std=0.3)
+    one, other = torch.randn(8, 196, 384) + 1, torch.randn(8, 196, 384) - 1
+    with torch.no_grad():
+        assert not torch.equal(operator.decompose(one).gate > 0, operator.decompose(other).gate > 0)
+        programs = [torch.jit.trace(operator, one, check_trace=False), make_fx(operator)(one)]
+        for program in programs:
+            torch.testing.assert_close(program(other), operator(other))
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(one)
+            weights = kernels.Weights(*(None if w is None else mode.from_tensor(w) for w in operator.weights()))
+            assert kernels.attend(fake, weights, operator.form).shape == one.shape
+    with FakeTensorMode() as mode:  # and with gradients, where a real table is already shared
+        fake = mode.from_tensor(one).requires_grad_()
+        weights = kernels.Weights(*(None if w is None else mode.from_tensor(w) for w in operator.weights()))
+        kernels.attend(fake, weights, operator.form).sum().backward()
+        assert fake.grad.shape == one.shape
 
 
 def test_an_exported_program_survives_a_file(tmp_path: Any) -> None:

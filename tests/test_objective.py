@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dmst import objective as o
-from dmst.errors import OptionError, UnknownNameError
+from dmst.errors import OptionError, ShapeError, UnknownNameError
 from tests.cases import orthonormal_rows, relative
 
 F64 = torch.float64
@@ -235,6 +236,58 @@ def test_the_gradient_exists_at_weight_0() -> None:
         inside = torch.eye(n, dtype=F64) + d / 0.49 / pi.sum() * pi[:, None] * (z[0] @ z[0].T)
         (expected,) = torch.autograd.grad(0.5 * pi.sum() / n * torch.logdet(inside), pi)
         assert relative(found[0, 0], expected) < 1e-12
+
+
+def test_nearly_empty_groups_in_float32() -> None:
+    """A head whose membership is sigmoid(-60): its rate and gradient are those of float64, not infinities."""
+    z, _, projected, membership = (x.float() for x in draw(n=13))
+    for score in (-50.0, -60.0, -85.0):
+        membership = membership.clone()
+        membership[:, 1] = torch.tensor(score).sigmoid()
+        for rate, x in ((o.group_rate, z), (o.projected_rate, projected)):
+            m, exact = membership.clone().requires_grad_(), membership.double().requires_grad_()
+            value, expected = rate(x, m, eps=0.5), rate(x.double(), exact, eps=0.5)
+            assert relative(value, expected) < 1e-6
+            (found,), (true,) = torch.autograd.grad(value.sum(), m), torch.autograd.grad(expected.sum(), exact)
+            assert relative(found, true) < 1e-5
+
+
+def test_small_eps_in_float32_and_under_autocast() -> None:
+    """Tokens inside their own subspace: what lies outside is a difference of equal numbers."""
+    bases = orthonormal_rows(3, 4, 12).float()
+    group = torch.arange(60) % 3
+    z = torch.einsum("np,ndp->nd", torch.randn(60, 4), bases[group]).unsqueeze(0)
+    membership = torch.nn.functional.one_hot(group, 3).T.float().unsqueeze(0)
+    for eps in (0.1, 1e-2):
+        for rate in (
+            lambda z, u, m, e=eps: o.complete_rate(z, u, m, eps=e),
+            lambda z, u, m, e=eps: o.subspace_rate(z, u, eps=e),
+            lambda z, u, m, e=eps: o.group_rate(z, m, eps=e),
+        ):
+            exact = rate(z.double(), bases.double(), membership.double())
+            plain = rate(z, bases, membership)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                cast = rate(z, bases, membership)
+            assert plain.dtype == cast.dtype == torch.float32
+            assert torch.equal(plain, cast)
+            assert relative(plain, exact) < 1e-5
+
+
+def test_shapes_that_would_broadcast_are_refused() -> None:
+    z, subspaces, projected, membership = draw()
+    for call in (
+        lambda: o.group_rate(z, membership[..., :1], eps=0.5),
+        lambda: o.group_rate(z, membership[:1], eps=0.5),
+        lambda: o.variational_rate(projected, membership[:, :1], eps=0.5),
+        lambda: o.variational_rate(projected, membership, torch.ones(2, 1), eps=0.5),
+        lambda: o.projected_rate(projected, membership.mT, eps=0.5),
+        lambda: o.complete_rate(z, subspaces, membership[:, :2], eps=0.5),
+        lambda: o.complete_rate(z, subspaces.mT, membership, eps=0.5),
+        lambda: o.subspace_rate(z, subspaces[:, :5], eps=0.5),
+    ):
+        with pytest.raises(ShapeError, match=r"has shape .*; the other arguments ask for"):
+            call()
+    assert torch.equal(o.coding_rate(z, eps=np.float32(0.5)), o.coding_rate(z, eps=0.5))
 
 
 def test_gradcheck() -> None:

@@ -183,6 +183,28 @@ def test_at_the_threshold_value_and_gradient_are_zero() -> None:
     assert torch.equal(one.grad, torch.zeros(5, 1))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # inside PyTorch's own forward mode
+def test_derivatives_survive_every_transform() -> None:
+    """Batched and dual tensors hide that they want a gradient; it must not be lost for that."""
+    s, w, v = (torch.randn(6, 5, dtype=torch.float64) for _ in range(3))
+    expected = torch.func.grad(lambda x: (sparsemax(x) * w).sum())(s)
+    inside = torch.func.grad(lambda x: (torch.func.vmap(sparsemax)(x) * w).sum())(s)
+    torch.testing.assert_close(inside, expected)
+    leaf = s.clone().requires_grad_()
+    (torch.func.vmap(sparsemax)(leaf) * w).sum().backward()
+    torch.testing.assert_close(leaf.grad, expected)
+    for cap in (None, 2):
+        tangent = torch.func.jvp(lambda x, m=cap: sparsemax(x, max_active=m), (s,), (v,))[1]
+        torch.testing.assert_close(tangent, jacobian_product(sparsemax(s, max_active=cap), v))
+    torch.testing.assert_close(torch.func.jacfwd(sparsemax)(s[0]), torch.func.jacrev(sparsemax)(s[0]))
+
+
+def test_huge_scores_keep_their_gradient() -> None:
+    s = torch.tensor([3e38, 3e38, -3e38], requires_grad=True)
+    sparsemax(s)[0].backward()
+    assert torch.equal(s.grad, torch.tensor([0.5, -0.5, 0.0]))
+
+
 def test_transforms_and_compile() -> None:
     s = torch.randn(6, 5, dtype=torch.float64)
     mapped = torch.func.vmap(torch.func.jacrev(sparsemax))(s)

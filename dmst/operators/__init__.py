@@ -32,7 +32,7 @@ OPERATORS: dict[str, type[Operator]] = {
 
 def create(name: str, dim: int, num_heads: int, **options: Any) -> Operator:
     """The operator called `name`, built with its options."""
-    if name not in OPERATORS:
+    if not isinstance(name, str) or name not in OPERATORS:
         raise unknown_name("operator", name, OPERATORS)
     return OPERATORS[name](dim, num_heads, **options)
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dmst.errors import OptionError, ShapeError, refuse_unknown_options
+from dmst.errors import OptionError, ShapeError, flag, refuse_unknown_options
+from dmst.kernels.autocast import autocast_is_on
 
 Grid = tuple[int, int] | None
 
@@ -66,20 +68,27 @@ class Operator(nn.Module):
         return f"{self.dim}, num_heads={self.num_heads}"
 
     def check(self, z: Tensor) -> None:
-        """Refuse what is not (b, n, dim) before anything is computed."""
+        """Refuse what is not (b, n, dim) in the layer's own dtype before anything is computed."""
+        name = type(self).__name__
         if z.ndim != 3 or z.shape[-1] != self.dim:
-            raise ShapeError(f"{type(self).__name__} takes tokens of shape (batch, tokens, {self.dim}), not {tuple(z.shape)}.")
+            raise ShapeError(f"{name} takes tokens of shape (batch, tokens, {self.dim}), not {tuple(z.shape)}.")
+        dtype = next(self.parameters()).dtype
+        mixed = autocast_is_on(z) and z.dtype != torch.float64 and dtype != torch.float64
+        if not z.is_floating_point() or (z.dtype != dtype and not mixed):
+            raise ShapeError(
+                f"{name} holds {dtype} weights and was given {z.dtype} tokens: convert one, or use torch.autocast."
+            )
 
 
 def lineage_options(owner: type, bias: bool, options: dict[str, Any]) -> bool:
     """Take the words that the blocks of XCiT and ToST pass; refuse every other leftover. Returns `bias`."""
     bias = options.pop("qkv_bias", bias)
-    for word, remedy in (("qk_scale", "scale the weights"), ("attn_drop", "use proj_drop")):
-        value = options.pop(word, None)
-        if value:
-            raise OptionError(f"{word} is {value!r}: {owner.__name__} does not apply it; {remedy}, and leave {word} out or 0.")
+    for word, rest, remedy in (("qk_scale", None, "scale the weights"), ("attn_drop", 0, "use proj_drop")):
+        value = options.pop(word, rest)
+        if value is not None and value != rest:
+            raise OptionError(f"{word} is {value!r}: {owner.__name__} does not apply it; {remedy}, and leave {word} out.")
     refuse_unknown_options(owner, options)
-    return bias
+    return flag("bias", bias)
 
 
 class Spatial(nn.Module):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dmst.errors import OptionError, choose
+from dmst.errors import OptionError, choose, number
 from dmst.kernels import Form
 from dmst.kernels.form import GATE
 from dmst.operators.base import lineage_options
@@ -67,20 +67,18 @@ def gated_form(
     """The form of a member that has a gate, its options checked."""
     choose("gate_activation", gate_activation, GATES)
     if max_active_heads is not None:
-        if type(max_active_heads) is not int or not 1 <= max_active_heads <= num_heads:
+        if type(max_active_heads) is not int or type(num_heads) is not int or not 1 <= max_active_heads <= num_heads:
             raise OptionError(
                 f"max_active_heads is {max_active_heads!r}: it must be a whole number from 1 to num_heads {num_heads}, or None."
             )
         if gate_activation != "sparsemax":
             raise OptionError(f"max_active_heads caps a sparsemax gate only, and gate_activation is {gate_activation!r}.")
-    if not math.isfinite(gate_scale):
-        raise OptionError(f"gate_scale is {gate_scale!r}: it must be a finite number.")
     return Form(
         num_heads=num_heads,
         membership=membership,
         gate=gate_activation,
         mode=choose("mode", mode, MODES),
-        gate_scale=float(gate_scale),
+        gate_scale=number("gate_scale", gate_scale, -math.inf, math.inf),
         max_active_heads=max_active_heads,
         rotary=rotary,
         delta=1e-8 if mode == "listing" else 0.0,  # the printed code's, and none where an identity would see it

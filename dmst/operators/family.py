@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst import kernels, objective, rotary
+from dmst.errors import flag, number
 from dmst.kernels import Form, Weights, reference
 from dmst.operators.base import Grid, Operator, Parts
 from dmst.operators.orthonormal import OrthonormalLinear
@@ -42,6 +43,9 @@ class TokenStatistics(Operator):
         dtype: Any = None,
     ) -> None:
         super().__init__(dim, form.num_heads)
+        for name, value in (("membership_bias", membership_bias), ("token_sparse_rescale", form.token_sparse_rescale)):
+            flag(name, value)
+        flag("normalize_tokens", form.normalize_tokens)
         rotary.check(form.rotary, dim)
         factory = {"device": device, "dtype": dtype}
         tied, proximal = form.mode != "listing", form.mode == "proximal"
@@ -51,7 +55,7 @@ class TokenStatistics(Operator):
         self.out = None if tied else nn.Linear(dim, dim, **factory)
         self.temperature = nn.Parameter(torch.empty(form.num_heads, 1, **factory)) if form.membership == "energy" else None
         self.theta = nn.Parameter(torch.empty((), **factory)) if proximal else None
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.proj_drop = nn.Dropout(number("proj_drop", proj_drop, 0, 1))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst.errors import refuse_unknown_options
+from dmst.errors import flag, number, refuse_unknown_options
 from dmst.kernels import without_autocast
 from dmst.kernels.reference import wide
 from dmst.operators.base import Grid, Operator, Parts
@@ -33,13 +34,13 @@ class MHSA(Operator):
         **options: Any,
     ) -> None:
         super().__init__(dim, num_heads)
-        bias, scale = options.pop("qkv_bias", bias), options.pop("qk_scale", None)
+        bias, scale = flag("bias", options.pop("qkv_bias", bias)), options.pop("qk_scale", None)
         refuse_unknown_options(MHSA, options)
-        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.scale = self.head_dim**-0.5 if scale is None else number("qk_scale", scale, -math.inf, math.inf)
         self.qkv = nn.Linear(dim, 3 * dim, bias=bias, device=device, dtype=dtype)
         self.out = nn.Linear(dim, dim, device=device, dtype=dtype)
-        self.attn_drop = attn_drop
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.attn_drop = number("attn_drop", attn_drop, 0, 1)
+        self.proj_drop = nn.Dropout(number("proj_drop", proj_drop, 0, 1))
         self.reset_parameters()
 
     def _project(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst import objective
-from dmst.errors import OptionError
+from dmst.errors import OptionError, number
 from dmst.kernels import without_autocast
 from dmst.kernels.reference import wide
 from dmst.operators.base import Grid, Operator, Parts, lineage_options
@@ -44,14 +44,14 @@ class MSSA(Operator):
     ) -> None:
         super().__init__(dim, num_heads)
         bias = lineage_options(MSSA, bias, options)
-        if relaxed is not None and not 0 < relaxed <= 1:
+        if relaxed is not None and (type(relaxed) not in (int, float) or not 0 < relaxed <= 1):
             raise OptionError(
                 f"relaxed is {relaxed!r}: the step kappa must be above 0 and at most 1, or None for CRATE's plain form."
             )
         self.relaxed = relaxed
         self.subspace = nn.Linear(dim, dim, bias=bias, device=device, dtype=dtype)
         self.out = nn.Linear(dim, dim, device=device, dtype=dtype) if relaxed is None else None
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.proj_drop = nn.Dropout(number("proj_drop", proj_drop, 0, 1))
         self.reset_parameters()
 
     def _project(self, z: Tensor) -> Tensor:

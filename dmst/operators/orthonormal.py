@@ -1,10 +1,11 @@
-"""A square linear map whose matrix is orthonormal, saved as itself: `weight` in a checkpoint is the plain matrix.
+"""A square linear map whose matrix is orthonormal, stored and saved as itself: `weight` is the plain matrix.
 
-    basis = weight, where it is orthonormal to rounding; else Q^T of weight^T = Q R, diag(R) > 0 (Gram-Schmidt on the rows)
+    retract     weight <- Q^T of weight^T = Q R, diag(R) > 0: Gram-Schmidt on the rows; nothing where it is orthonormal already
+    training    each forward retracts, then uses weight with the gradient of Gram-Schmidt, so an optimizer may step freely
+    evaluation  weight, or its retraction where somebody changed it since (an average of weights, say)
 
-The basis is differentiable, so an optimizer may step freely, and it is what a checkpoint holds; the stored parameter is never
-changed behind the optimizer's back. `retract_()` puts it onto the manifold: a loop that calls it after every step keeps the
-parameter and its basis one and the same, which exact resumption needs.
+Saving, loading and `eval()` retract too. That is what the next training forward would do, to the bit, so how often a run is
+saved or evaluated does not bend it. A traced training graph retracts nothing by itself: call `retract_()` after its steps.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class OrthonormalLinear(nn.Linear):
 
     def __init__(self, dim: int, dim_out: int, bias: bool = True, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__(dim, dim_out, bias=bias, device=device, dtype=dtype)
-        self._looked_at: tuple[int, int] | None = None  # the weight's place and version when it was last judged
-        self._orthonormal = True
+        self.register_state_dict_pre_hook(_before_saving)
+        self.register_load_state_dict_post_hook(_after_loading)
 
     def reset_parameters(self) -> None:
         wide = torch.empty_like(self.weight, dtype=torch.promote_types(self.weight.dtype, torch.float32))
@@ -33,46 +34,43 @@ class OrthonormalLinear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def basis(self) -> Tensor:
-        """The orthonormal matrix that the layer uses; in training always with the gradient of Gram-Schmidt."""
-        as_it_is = self.is_orthonormal()
-        if as_it_is and not self.training:
-            return self.weight
+        """The orthonormal matrix that the layer uses."""
+        if not self._readable():  # no values to judge: Gram-Schmidt is right for every weight, and an evaluated one is tidy
+            return orthonormal_rows(self.weight) if self.training else self.weight
+        if not self.training:
+            return self.weight if is_orthonormal(self.weight) else orthonormal_rows(self.weight)
+        if not isinstance(self.weight, nn.Parameter):  # a tensor lent by `functional_call` is not ours to change
+            return orthonormal_rows(self.weight)
+        self.retract_()
         rows = orthonormal_rows(self.weight)
-        return self.weight.detach() + (rows - rows.detach()) if as_it_is else rows
-
-    def is_orthonormal(self) -> bool:
-        """Whether the stored matrix can be used as it is. Judged once for each version of it.
-
-        Where values cannot be read (in a traced graph, under a transform) a training layer answers no, which is always right,
-        and a layer in evaluation answers as it did when `eval()` was called.
-        """
-        if watched.traced() or watched.transformed() or watched.dispatched() or self.weight.is_meta:
-            return not self.training and self._orthonormal
-        here = (self.weight.data_ptr(), self.weight._version)
-        if here != self._looked_at:
-            self._looked_at, self._orthonormal = here, error_of(self.weight) <= tolerance(self.weight.dtype)
-        return self._orthonormal
+        return self.weight.detach() + (rows - rows.detach())  # the value of weight, to the bit
 
     def retract_(self) -> None:
-        """Replace the stored matrix by its basis."""
-        with torch.no_grad():
-            if not self.is_orthonormal():
+        """Put `weight` onto the manifold, in place."""
+        if self._readable() and not is_orthonormal(self.weight):
+            with torch.no_grad():
                 self.weight.copy_(orthonormal_rows(self.weight))
 
     def train(self, mode: bool = True) -> OrthonormalLinear:
-        super().train(mode)
         if not mode:
-            self.is_orthonormal()
-        return self
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
-            with torch.no_grad():
-                destination[prefix + "weight"] = self.basis().detach()
+            self.retract_()
+        return super().train(mode)
 
     def forward(self, z: Tensor) -> Tensor:
         return nn.functional.linear(z, self.basis(), self.bias)
+
+    def _readable(self) -> bool:
+        return not (self.weight.is_meta or watched.traced() or watched.transformed() or watched.dispatched())
+
+
+def _before_saving(linear: nn.Module, *_: Any) -> None:
+    assert isinstance(linear, OrthonormalLinear)
+    linear.retract_()
+
+
+def _after_loading(linear: nn.Module, *_: Any) -> None:
+    assert isinstance(linear, OrthonormalLinear)
+    linear.retract_()
 
 
 def orthonormal_rows(weight: Tensor) -> Tensor:
@@ -83,12 +81,8 @@ def orthonormal_rows(weight: Tensor) -> Tensor:
     return (q * sign).mT.to(weight.dtype)
 
 
-def error_of(weight: Tensor) -> float:
-    """max |W W^T - I|; NaN where the weight holds one, which no tolerance accepts."""
-    wide = weight.detach().to("cpu", torch.float64)
-    return (wide @ wide.mT - torch.eye(wide.shape[0], dtype=wide.dtype)).abs().max().item()
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """What rounding alone may leave: 64 float32 steps, or two of a coarser dtype."""
-    return max(64 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps, 2 * torch.finfo(dtype).eps)
+def is_orthonormal(weight: Tensor) -> bool:
+    """Whether max |W W^T - I| is what rounding alone may leave: 64 float32 steps, or two of a coarser dtype."""
+    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    error = (wide @ wide.mT - torch.eye(wide.shape[0], dtype=wide.dtype, device=wide.device)).abs().max()
+    return bool(error <= max(64 * torch.finfo(wide.dtype).eps, 2 * torch.finfo(weight.dtype).eps))  # never true of a NaN

@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmst.errors import number
 from dmst.kernels import without_autocast
 from dmst.kernels.reference import wide
 from dmst.operators.base import Grid, Operator, Parts, lineage_options
@@ -37,7 +38,7 @@ class XCA(Operator):
         self.qkv = nn.Linear(dim, 3 * dim, bias=bias, device=device, dtype=dtype)
         self.out = nn.Linear(dim, dim, device=device, dtype=dtype)
         self.temperature = nn.Parameter(torch.empty(num_heads, 1, 1, device=device, dtype=dtype))
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.proj_drop = nn.Dropout(number("proj_drop", proj_drop, 0, 1))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
