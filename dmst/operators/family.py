@@ -2,7 +2,8 @@
 
     z -> (projected, membership, gate) -> update -> out
 
-A member states its `Form` and which weights it owns; nothing else differs.
+A member states its `Form` and which weights it owns; nothing else differs. The core takes the weights themselves: `subspace`,
+`assign` and `out` are never called as modules, so hooks on them do not fire (hook the operator, or read `decompose`).
 """
 
 from __future__ import annotations
