@@ -30,9 +30,10 @@ from torch import Tensor
 
 from dmst import rotary
 from dmst.kernels import reference
+from dmst.kernels.arithmetic import plus, product, times, wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import GATE, MEMBERSHIP, Form, Weights
-from dmst.kernels.reference import Steps, plus, product, times, wide
+from dmst.kernels.reference import Steps
 
 
 def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst import rotary, watched
+from dmst import rotary
+from dmst.kernels.arithmetic import cast, in_place, product, times, wide
 from dmst.kernels.form import GATE, MEMBERSHIP, Form, Weights
 
 if TYPE_CHECKING:
@@ -54,38 +55,6 @@ def take_steps(z: Tensor, scores: Tensor | None, weights: Weights, form: Form, d
     pooled, gate = gate_of(scores, form)
     second_moment, mass = token_moments(projected, membership, form)
     return Steps(projected, membership, pooled, gate, second_moment, mass)
-
-
-def wide(x: Tensor) -> Tensor:
-    """At least float32; float64 stays float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def in_place() -> bool:
-    """Whether a temporary may be overwritten: not while autograd, a compiler or a transform is looking.
-
-    On the CPU most of the time of an elementwise pass goes into touching new memory, so one buffer is used again and again.
-    """
-    return not (torch.is_grad_enabled() or watched.traced() or watched.transformed())
-
-
-def times(mine: Tensor, other: Tensor) -> Tensor:
-    """mine * other, into `mine`, which nobody else may read afterwards."""
-    return mine.mul_(other) if in_place() else mine * other
-
-
-def product(x: Tensor, y: Tensor, into: Tensor) -> Tensor:
-    """x * y, into a buffer of the same shape whose content is done with."""
-    return torch.mul(x, y, out=into) if in_place() else x * y
-
-
-def plus(mine: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
-    """mine + scale * x * y, into `mine` likewise."""
-    return mine.addcmul_(x, y, value=scale) if in_place() else torch.addcmul(mine, x, y, value=scale)
-
-
-def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else x.to(dtype)
 
 
 def project(z: Tensor, weights: Weights, heads: int, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmst.kernels import reference
+from dmst.kernels.arithmetic import cast
 from dmst.kernels.form import Form, Weights
 
 ROUND = 45e6  # multiply-adds that one group costs in overhead, measured on two cores (docs/lab-notes.md)
@@ -66,7 +67,7 @@ def project_out_active(update: Tensor, weights: Weights, groups: Groups, dtype: 
     flat = update.transpose(1, 2).to(dtype)  # (b, n, k, p)
     columns = (weights.subspace if weights.out is None else weights.out.mT).to(dtype).contiguous()
     columns = columns.unflatten(0, (update.shape[1], -1))  # (k, p, d)
-    bias = reference.cast(weights.out_bias, dtype)
+    bias = cast(weights.out_bias, dtype)
     out = flat.new_empty(*flat.shape[:2], columns.shape[-1])
     for heads, samples in groups.items():
         index = torch.tensor(heads, dtype=torch.int64)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dmst.errors import flag, number, refuse_unknown_options
 from dmst.kernels import without_autocast
-from dmst.kernels.reference import wide
+from dmst.kernels.arithmetic import wide
 from dmst.operators.base import Grid, Operator, Parts
 
 

@@ -1,0 +1,41 @@
+"""Two habits of the core's arithmetic: at least float32 everywhere, and buffers that are used again.
+
+On the CPU most of the time of an elementwise pass goes into touching new memory, so a product whose left side is a temporary of
+ours is written over it, unless somebody is looking: autograd, a compiler, a transform.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dmst import watched
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least float32; float64 stays float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def in_place() -> bool:
+    """Whether a temporary may be overwritten."""
+    return not (torch.is_grad_enabled() or watched.traced() or watched.transformed())
+
+
+def times(mine: Tensor, other: Tensor) -> Tensor:
+    """mine * other, into `mine`, which nobody else may read afterwards."""
+    return mine.mul_(other) if in_place() else mine * other
+
+
+def product(x: Tensor, y: Tensor, into: Tensor) -> Tensor:
+    """x * y, into a buffer of the same shape whose content is done with."""
+    return torch.mul(x, y, out=into) if in_place() else x * y
+
+
+def plus(mine: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+    """mine + scale * x * y, into `mine` likewise."""
+    return mine.addcmul_(x, y, value=scale) if in_place() else torch.addcmul(mine, x, y, value=scale)
+
+
+def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if x is None else x.to(dtype)
