@@ -191,7 +191,7 @@ def _logdet(x: Tensor, weights: Tensor, scale: float) -> Tensor:
 
     By Cholesky, never by LU: after `torch.set_num_threads` PyTorch's batched LU on the CPU returns wrong numbers.
     The root of a weight of 0 gets the smallest normal number under it: too small to change a value, and its gradient exists.
-    A sample that is not finite becomes NaN and leaves the others alone.
+    A sample that is not finite, or too large for float64 to factor, becomes NaN and leaves the others alone.
     """
     n, d = x.shape[-2:]
     weighted = (weights + torch.finfo(x.dtype).tiny).sqrt().unsqueeze(-1) * x

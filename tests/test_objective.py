@@ -330,6 +330,18 @@ def test_a_nan_sample_stays_alone() -> None:
         assert torch.equal(rate[1], before[1])
 
 
+@pytest.mark.parametrize("size", [1e2, 1e5, 1e8, 1e12])
+def test_never_a_wrong_number(size: float) -> None:
+    """Constant tokens, rank one, ever larger: the right rate, or NaN where float64 cannot factor 1 beside 1e16."""
+    for n, d in ((5, 9), (9, 5)):
+        z = torch.full((2, n, d), size, dtype=F64)
+        found = o.coding_rate(z, eps=0.1)
+        exact = 0.5 * math.log1p(d / (n * 0.01) * n * d * size**2)
+        assert found.isnan().all() or abs(found[0].item() - exact) < 1e-3 * exact
+        if size <= 1e5:
+            assert found.isfinite().all()
+
+
 # --- what bounds what ------------------------------------------------------------------------------------------------
 
 
