@@ -9,7 +9,7 @@ import torch
 
 from dmst.operators import DMSA, Spatial
 from tests.cases import FAMILY, VARIANTS, build, excite, gradients, label, relative, tokens
-from tests.test_kernels import BARS, PRECISE, excess, rounded
+from tests.test_precision import BARS, PRECISE, excess, rounded
 
 pytestmark = [
     pytest.mark.gpu,

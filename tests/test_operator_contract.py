@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import pickle
 
 import pytest
 import torch
@@ -13,11 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmst
-from dmst.errors import OptionError, ShapeError, UnknownNameError
+from dmst.errors import ShapeError
 from dmst.kernels import reference
-from dmst.operators import DMSA, MHSA, OPERATORS, TSSA, Operator, Spatial, create
+from dmst.operators import DMSA, OPERATORS, TSSA, Spatial, create
 from dmst.operators.family import TokenStatistics
-from dmst.operators.orthonormal import OrthonormalLinear, orthonormal_rows
 from tests.cases import FAMILY, VARIANTS, build, excite, gradients, grid_of, label, relative, tokens
 
 F64 = torch.float64
@@ -357,180 +354,3 @@ def test_front_door() -> None:
     with pytest.raises(AttributeError, match="no attribute 'DMSB'"):
         _ = dmst.DMSB
     assert "num_heads=3" in repr(DMSA(24, 3))
-
-
-# --- proximal's matrix -----------------------------------------------------------------------------------------------
-
-
-def test_proximal_stores_a_plain_orthonormal_matrix() -> None:
-    operator = create("dmsa", 24, 3, mode="proximal")
-    optimizer = torch.optim.AdamW(operator.parameters(), lr=0.05)
-    z = tokens(dtype=torch.float32)
-    for _ in range(5):
-        optimizer.zero_grad()
-        operator(z).square().mean().backward()
-        optimizer.step()
-    raw = operator.subspace.weight
-    assert off_manifold(raw) > 1e-3  # a step leaves the manifold
-    expected = orthonormal_rows(raw.detach())
-    stored = operator.state_dict()["subspace.weight"]
-    assert torch.equal(stored, expected)
-    assert stored.data_ptr() == raw.data_ptr()  # the parameter itself, as tools that average state dicts need
-    assert off_manifold(stored) < 1e-5
-    assert torch.equal(operator.subspace.basis(), stored)
-    assert operator.eval().subspace.basis() is operator.subspace.weight
-    assert operator.weights().theta > 0
-    torch.testing.assert_close(operator.subspace(z), z @ stored.T + operator.subspace.bias)
-    version = operator.subspace.weight._version
-    operator.subspace.retract_()
-    assert operator.subspace.weight._version == version  # on the manifold it is left alone
-
-
-def off_manifold(weight: torch.Tensor) -> float:
-    return (weight @ weight.T - torch.eye(len(weight))).abs().max().item()
-
-
-def test_whoever_changes_the_matrix_the_basis_stays_orthonormal() -> None:
-    """EMA, a foreign checkpoint and steps in evaluation mode all change the parameter unseen."""
-    operator = create("dmsa", 24, 3, mode="proximal").eval()
-    z = tokens(dtype=torch.float32)
-    average = torch.optim.swa_utils.AveragedModel(operator).eval()
-    with torch.no_grad():
-        for parameter in operator.parameters():
-            parameter.add_(torch.randn_like(parameter))
-    average.update_parameters(operator)
-    average.update_parameters(operator)
-    loaded = create("dmsa", 24, 3, mode="proximal").eval()
-    loaded.load_state_dict({**loaded.state_dict(), "subspace.weight": torch.randn(24, 24)})
-    assert off_manifold(average.module.subspace.weight) > 0.1
-    for model in (operator, average.module, loaded):
-        assert off_manifold(model.subspace.basis()) < 1e-5
-        assert torch.equal(model(z), copy.deepcopy(model)(z))
-        torch.testing.assert_close(model(z), model.train()(z), rtol=1e-5, atol=1e-6)
-
-
-def test_saving_does_not_bend_a_run() -> None:
-    """Two replicas, one of which saves and evaluates as it goes, stay equal to the bit."""
-    torch.manual_seed(0)
-    one = create("dmsa", 24, 3, mode="proximal")
-    two = copy.deepcopy(one)
-    z = tokens(dtype=torch.float32)
-    for model in (one, two):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        for step in range(12):
-            optimizer.zero_grad()
-            model(z).square().mean().backward()
-            optimizer.step()
-            if model is two and step % 3 == 0:
-                model.state_dict()
-                model.eval()(z)
-                model.train()
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_proximal_in_low_precision(dtype: torch.dtype) -> None:
-    operator = create("dmsa", 24, 3, mode="proximal", dtype=dtype)
-    z = tokens(dtype=dtype)
-    with torch.no_grad():
-        operator.subspace.weight.add_(0.05 * torch.randn_like(operator.subspace.weight))
-    assert torch.equal(operator.eval()(z), operator.train()(z))
-    assert off_manifold(operator.subspace.basis().detach().float()) < 2 * torch.finfo(dtype).eps
-
-
-def test_proximal_can_be_pickled_and_built_on_meta() -> None:
-    operator = create("dmsa", 24, 3, mode="proximal")
-    again = pickle.loads(pickle.dumps(operator))
-    z = tokens(dtype=torch.float32)
-    assert torch.equal(again(z), operator(z))
-    assert OrthonormalLinear(6, 6, bias=False, device="meta").eval().weight.is_meta
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("build_it", "error", "message"),
-    [
-        (
-            lambda: create("dmsa", 20, 3),
-            OptionError,
-            r"dim 20 is not divisible by num_heads 3; the nearest that divides it is [24]",
-        ),
-        (lambda: create("mhsa", 20, 7), OptionError, r"not divisible by num_heads 7.*nearest"),
-        (lambda: create("dmsa", 15, 3), OptionError, r"dim is 15: rotary='1d'.*divisible by 2"),
-        (lambda: create("dmsa", 18, 3, rotary="2d"), OptionError, r"dim is 18: rotary='2d'.*divisible by 4"),
-        (lambda: create("dsma", 24, 3), UnknownNameError, r"unknown operator 'dsma'. Did you mean 'dmsa'\? Known: dmsa, gated"),
-        (lambda: create("dmsa", 24, 3, moed="listing"), UnknownNameError, r"option of DMSA 'moed'. Did you mean 'mode'"),
-        (
-            lambda: create("tssa", 24, 3, position_score="1d"),
-            UnknownNameError,
-            r"option of TSSA.*Did you mean 'position_scores'",
-        ),
-        (lambda: create("mhsa", 24, 3, biass=True), UnknownNameError, r"option of MHSA.*Did you mean 'bias'"),
-        (lambda: DMSA(24, 3, mode="listings"), UnknownNameError, r"mode 'listings'. Did you mean 'listing'"),
-        (
-            lambda: DMSA(24, 3, gate_activation="softmax"),
-            UnknownNameError,
-            r"gate_activation 'softmax'. Did you mean 'sparsemax'",
-        ),
-        (lambda: DMSA(24, 3, membership_activation="relu"), UnknownNameError, r"membership_activation 'relu'"),
-        (lambda: DMSA(24, 3, rotary="3d"), UnknownNameError, r"rotary mode '3d'"),
-        (lambda: TSSA(24, 3, position_scores="yes"), UnknownNameError, r"position_scores 'yes'"),
-        (lambda: create("gated_channel", 24, 3, moment_weight="none"), UnknownNameError, r"moment_weight 'none'"),
-        (lambda: DMSA(24, 3, max_active_heads=4), OptionError, r"max_active_heads is 4.*1 to num_heads 3"),
-        (lambda: DMSA(24, 3, max_active_heads=0), OptionError, r"max_active_heads is 0"),
-        (lambda: DMSA(24, 3, max_active_heads=True), OptionError, r"max_active_heads is True"),
-        (lambda: DMSA(24, 3, max_active_heads=2, gate_activation="relu"), OptionError, r"caps a sparsemax gate only"),
-        (lambda: DMSA(24, 3, gate_scale=float("nan")), OptionError, r"gate_scale is nan"),
-        (lambda: DMSA(24, 0), OptionError, r"num_heads is 0"),
-        (lambda: DMSA(-24, 3), OptionError, r"dim is -24"),
-        (lambda: DMSA(24.0, 3), OptionError, r"dim is 24.0"),
-        (lambda: create("mssa", 24, 3, relaxed=0.0), OptionError, r"relaxed is 0.0"),
-        (lambda: DMSA(24, 3, attn_drop=0.1), OptionError, r"attn_drop is 0.1.*use proj_drop"),
-        (lambda: DMSA(24, 3, proj_drop=1.5), OptionError, r"proj_drop is 1.5: .* from 0 to 1"),
-        (lambda: create("xca", 24, 3, proj_drop="0.1"), OptionError, r"proj_drop is '0.1'"),
-        (lambda: MHSA(24, 3, attn_drop=-1), OptionError, r"attn_drop is -1"),
-        (lambda: MHSA(24, 3, qk_scale="x"), OptionError, r"qk_scale is 'x'"),
-        (lambda: DMSA(24, 3, qk_scale=0.0), OptionError, r"qk_scale is 0.0: DMSA does not apply it"),
-        (lambda: DMSA(24, 3, gate_scale="2"), OptionError, r"gate_scale is '2'"),
-        (lambda: DMSA(24, 3, gate_scale=torch.tensor(2.0)), OptionError, r"gate_scale is tensor"),
-        (lambda: DMSA(24, 3, bias="false"), OptionError, r"bias is 'false': it must be True or False"),
-        (lambda: DMSA(24, 3, membership_bias=1), OptionError, r"membership_bias is 1"),
-        (lambda: create("tpusa", 24, 3, token_sparse_rescale="no"), OptionError, r"token_sparse_rescale is 'no'"),
-        (lambda: TSSA(24, 3, normalize_tokens="False"), OptionError, r"normalize_tokens is 'False'"),
-        (lambda: create("mssa", 24, 3, relaxed=True), OptionError, r"relaxed is True"),
-        (lambda: DMSA(24, "3", max_active_heads=1), OptionError, r"max_active_heads|num_heads"),
-        (lambda: create(["dmsa"], 24, 3), UnknownNameError, r"unknown operator \['dmsa'\]"),
-        (lambda: DMSA(24, 3)(torch.randint(0, 9, (2, 7, 24))), ShapeError, r"torch.float32 weights .* torch.int64 tokens"),
-        (lambda: DMSA(24, 3)(torch.randn(2, 7, 24, dtype=F64)), ShapeError, r"torch.float32 weights .* torch.float64 tokens"),
-        (lambda: TSSA(24, 3, dtype=F64)(torch.randn(2, 7, 24)), ShapeError, r"torch.float64 weights .* torch.float32 tokens"),
-        (lambda: MHSA(24, 3)(torch.randn(2, 7, 24).half()), ShapeError, r"convert one, or use torch.autocast"),
-        (lambda: DMSA(24, 3, rotary="2d")(torch.randn(2, 6, 24), grid=(-2, -3)), ShapeError, r"grid is \(-2, -3\)"),
-        (
-            lambda: DMSA(24, 3, rotary="2d")(torch.randn(2, 6, 24), grid=6),
-            ShapeError,
-            r"grid is 6: it must be \(rows, columns\)",
-        ),
-        (lambda: DMSA(24, 3)(torch.randn(2, 24)), ShapeError, r"\(batch, tokens, 24\), not \(2, 24\)"),
-        (lambda: MHSA(24, 3)(torch.randn(2, 7, 23)), ShapeError, r"\(batch, tokens, 24\), not \(2, 7, 23\)"),
-        (lambda: DMSA(24, 3, rotary="2d")(torch.randn(2, 6, 24)), ShapeError, r"needs grid"),
-        (lambda: DMSA(24, 3, rotary="2d")(torch.randn(2, 6, 24), grid=(2, 2)), ShapeError, r"2 x 2 = 4 tokens, but z has 6"),
-    ],
-)
-def test_bad_input_is_named(build_it: object, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        build_it()  # type: ignore[operator]
-    assert issubclass(error, ValueError)
-
-
-@every
-def test_words_of_the_lineage_are_taken(name: str) -> None:
-    """ToST's block passes qkv_bias, qk_scale, attn_drop and proj_drop; the printed listing fails there."""
-    operator: Operator = OPERATORS[name](24, num_heads=3, qkv_bias=False, qk_scale=None, attn_drop=0.0, proj_drop=0.0)
-    assert not any(key in ("subspace.bias", "qkv.bias") for key in operator.state_dict())
-
-
-def test_state_dicts_are_plain() -> None:
-    shapes = {key: list(value.shape) for key, value in DMSA(24, 3).state_dict().items()}
-    assert json.loads(json.dumps(shapes)) == shapes

@@ -1,0 +1,97 @@
+"""Proximal's matrix: plain and orthonormal wherever it is read, whoever changes it, and never bending a run."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from dmst.operators import create
+from dmst.operators.orthonormal import OrthonormalLinear, orthonormal_rows
+from tests.cases import tokens
+
+
+def test_proximal_stores_a_plain_orthonormal_matrix() -> None:
+    operator = create("dmsa", 24, 3, mode="proximal")
+    optimizer = torch.optim.AdamW(operator.parameters(), lr=0.05)
+    z = tokens(dtype=torch.float32)
+    for _ in range(5):
+        optimizer.zero_grad()
+        operator(z).square().mean().backward()
+        optimizer.step()
+    raw = operator.subspace.weight
+    assert off_manifold(raw) > 1e-3  # a step leaves the manifold
+    expected = orthonormal_rows(raw.detach())
+    stored = operator.state_dict()["subspace.weight"]
+    assert torch.equal(stored, expected)
+    assert stored.data_ptr() == raw.data_ptr()  # the parameter itself, as tools that average state dicts need
+    assert off_manifold(stored) < 1e-5
+    assert torch.equal(operator.subspace.basis(), stored)
+    assert operator.eval().subspace.basis() is operator.subspace.weight
+    assert operator.weights().theta > 0
+    torch.testing.assert_close(operator.subspace(z), z @ stored.T + operator.subspace.bias)
+    version = operator.subspace.weight._version
+    operator.subspace.retract_()
+    assert operator.subspace.weight._version == version  # on the manifold it is left alone
+
+
+def off_manifold(weight: torch.Tensor) -> float:
+    return (weight @ weight.T - torch.eye(len(weight))).abs().max().item()
+
+
+def test_whoever_changes_the_matrix_the_basis_stays_orthonormal() -> None:
+    """EMA, a foreign checkpoint and steps in evaluation mode all change the parameter unseen."""
+    operator = create("dmsa", 24, 3, mode="proximal").eval()
+    z = tokens(dtype=torch.float32)
+    average = torch.optim.swa_utils.AveragedModel(operator).eval()
+    with torch.no_grad():
+        for parameter in operator.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    average.update_parameters(operator)
+    average.update_parameters(operator)
+    loaded = create("dmsa", 24, 3, mode="proximal").eval()
+    loaded.load_state_dict({**loaded.state_dict(), "subspace.weight": torch.randn(24, 24)})
+    assert off_manifold(average.module.subspace.weight) > 0.1
+    for model in (operator, average.module, loaded):
+        assert off_manifold(model.subspace.basis()) < 1e-5
+        assert torch.equal(model(z), copy.deepcopy(model)(z))
+        torch.testing.assert_close(model(z), model.train()(z), rtol=1e-5, atol=1e-6)
+
+
+def test_saving_does_not_bend_a_run() -> None:
+    """Two replicas, one of which saves and evaluates as it goes, stay equal to the bit."""
+    torch.manual_seed(0)
+    one = create("dmsa", 24, 3, mode="proximal")
+    two = copy.deepcopy(one)
+    z = tokens(dtype=torch.float32)
+    for model in (one, two):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        for step in range(12):
+            optimizer.zero_grad()
+            model(z).square().mean().backward()
+            optimizer.step()
+            if model is two and step % 3 == 0:
+                model.state_dict()
+                model.eval()(z)
+                model.train()
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_proximal_in_low_precision(dtype: torch.dtype) -> None:
+    operator = create("dmsa", 24, 3, mode="proximal", dtype=dtype)
+    z = tokens(dtype=dtype)
+    with torch.no_grad():
+        operator.subspace.weight.add_(0.05 * torch.randn_like(operator.subspace.weight))
+    assert torch.equal(operator.eval()(z), operator.train()(z))
+    assert off_manifold(operator.subspace.basis().detach().float()) < 2 * torch.finfo(dtype).eps
+
+
+def test_proximal_can_be_pickled_and_built_on_meta() -> None:
+    operator = create("dmsa", 24, 3, mode="proximal")
+    again = pickle.loads(pickle.dumps(operator))
+    z = tokens(dtype=torch.float32)
+    assert torch.equal(again(z), operator(z))
+    assert OrthonormalLinear(6, 6, bias=False, device="meta").eval().weight.is_meta

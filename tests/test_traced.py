@@ -1,0 +1,106 @@
+"""Compiled, exported and traced: one graph for every length, and nothing of the first input remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dmst import kernels
+from dmst.operators import DMSA
+from tests.cases import VARIANTS, build, excite, gradients, label, relative, tokens
+
+F64 = torch.float64
+variants = pytest.mark.parametrize("case", VARIANTS, ids=label)
+
+
+@variants
+def test_compiles_to_one_graph_for_every_length(case: tuple) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    operator = build(*case)
+    compiled = torch.compile(operator, fullgraph=True, dynamic=True, backend=backend)
+    for n, grid in ((12, (3, 4)), (20, (4, 5)), (42, (6, 7))):
+        z = tokens(n=n)
+        torch.testing.assert_close(compiled(z, grid=grid), operator(z, grid=grid), rtol=1e-11, atol=1e-11)
+    assert len(graphs) == 1
+
+
+@variants
+def test_compiled_training_agrees(case: tuple) -> None:
+    torch._dynamo.reset()
+    operator = build(*case)
+    compiled = torch.compile(operator, fullgraph=True, backend="aot_eager")
+    z, grad = tokens(n=12), torch.randn(2, 12, 24, dtype=F64)
+    eager = gradients(operator, z, grad, grid=(3, 4))
+    traced = gradients(compiled, z, grad, grid=(3, 4))
+    for name, value in eager.items():
+        found = traced.get(name, traced.get(f"_orig_mod.{name}"))
+        assert relative(found, value) < 1e-10 or (found - value).norm() < 1e-12, name
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inside inductor's own import
+def test_inductor_once() -> None:
+    torch._dynamo.reset()
+    operator = excite(DMSA(24, 3))
+    compiled = torch.compile(operator, fullgraph=True, dynamic=True)
+    for n in (20, 33):
+        z, grad = tokens(n=n, dtype=torch.float32), torch.randn(2, n, 24)
+        eager, traced = gradients(operator, z, grad), gradients(compiled, z, grad)
+        for name, value in eager.items():
+            assert relative(traced.get(name, traced.get(f"_orig_mod.{name}")), value) < 1e-5, name
+
+
+@variants
+def test_exports_with_any_batch_and_length(case: tuple) -> None:
+    operator = build(*case).eval()
+    if "2d" in case[1].values():  # a grid is part of the program: fixed
+        shapes = {"z": {0: torch.export.Dim.DYNAMIC}, "grid": (None, None)}
+        program = torch.export.export(operator, (tokens(n=12),), {"grid": (3, 4)}, dynamic_shapes=shapes)
+        z = tokens(b=3, n=12)
+        torch.testing.assert_close(program.module()(z, grid=(3, 4)), operator(z, grid=(3, 4)))
+        return
+    batch, length = torch.export.Dim("batch", min=1, max=4096), torch.export.Dim("length", min=2, max=65536)
+    program = torch.export.export(operator, (tokens(n=12),), dynamic_shapes={"z": {0: batch, 1: length}})
+    for b, n in ((1, 5), (3, 197)):
+        z = tokens(b=b, n=n)
+        torch.testing.assert_close(program.module()(z), operator(z), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")  # it is old, and says so
+def test_a_traced_program_holds_for_other_gates() -> None:
+    """What is recorded once must not remember which heads were on: jit.trace, make_fx, and fake tensors without values."""
+    operator = DMSA(384, 8, membership_bias=True).eval()
+    nn.init.normal_(operator.assign.weight, std=0.3)
+    one, other = torch.randn(8, 196, 384) + 1, torch.randn(8, 196, 384) - 1
+    with torch.no_grad():
+        assert not torch.equal(operator.decompose(one).gate > 0, operator.decompose(other).gate > 0)
+        programs = [torch.jit.trace(operator, one, check_trace=False), make_fx(operator)(one)]
+        for program in programs:
+            torch.testing.assert_close(program(other), operator(other))
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(one)
+            weights = kernels.Weights(*(None if w is None else mode.from_tensor(w) for w in operator.weights()))
+            assert kernels.attend(fake, weights, operator.form).shape == one.shape
+    with FakeTensorMode() as mode:  # and with gradients, where a real table is already shared
+        fake = mode.from_tensor(one).requires_grad_()
+        weights = kernels.Weights(*(None if w is None else mode.from_tensor(w) for w in operator.weights()))
+        kernels.attend(fake, weights, operator.form).sum().backward()
+        assert fake.grad.shape == one.shape
+
+
+def test_an_exported_program_survives_a_file(tmp_path: Any) -> None:
+    operator = build("dmsa", {}).eval()
+    program = torch.export.export(operator, (tokens(),))
+    torch.export.save(program, tmp_path / "dmsa.pt2")
+    z = tokens()
+    torch.testing.assert_close(torch.export.load(tmp_path / "dmsa.pt2").module()(z), operator(z))
