@@ -19,9 +19,8 @@ def traced() -> bool:
 
 
 def transformed() -> bool:
-    if torch.compiler.is_compiling():  # the compiler follows transforms by itself
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    # the compiler follows transforms by itself
+    return not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or dual())
 
 
 def dual() -> bool:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dmst
 from dmst.errors import ShapeError
 from dmst.kernels import reference
-from dmst.operators import DMSA, OPERATORS, TSSA, Spatial, create
+from dmst.operators import DMSA, OPERATORS, TSSA, Operator, Spatial, create
 from dmst.operators.family import TokenStatistics
 from tests.cases import FAMILY, VARIANTS, build, excite, gradients, grid_of, label, relative, tokens
 
@@ -280,20 +280,21 @@ def test_non_contiguous_input(name: str) -> None:
             assert relative(value, gradients(operator, z.contiguous(), grad)[key]) < 1e-13, (layout, key)
 
 
+def stack(name: str, z: torch.Tensor) -> tuple[list[Operator], dict[str, torch.Tensor], torch.Tensor]:
+    """Three models, their parameters stacked, and their outputs on z from one vmap."""
+    models = [excite(create(name, 24, 3, dtype=F64)) for _ in range(3)]
+    parameters, _ = torch.func.stack_module_state(models)
+    skeleton = copy.deepcopy(models[0]).to("meta")
+    return models, parameters, torch.func.vmap(lambda p: torch.func.functional_call(skeleton, p, (z,)))(parameters)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch has no batching rule for its own softmax attention
 @every
 def test_mapped_over_models_and_samples(name: str) -> None:
     """Stacked seeds (vmap over parameters) and per-sample gradients work: no operator hides a host read."""
-    models = [excite(create(name, 24, 3, dtype=F64)) for _ in range(3)]
-    parameters, buffers = torch.func.stack_module_state(models)
     z = tokens()
-    skeleton = copy.deepcopy(models[0]).to("meta")
-
-    def call(p: dict, b: dict) -> torch.Tensor:
-        return torch.func.functional_call(skeleton, (p, b), (z,))
-
     with torch.no_grad():
-        stacked = torch.func.vmap(call)(parameters, buffers)
+        models, _, stacked = stack(name, z)
     for model, out in zip(models, stacked, strict=True):
         assert relative(out, model(z)) < 1e-12
 
@@ -314,11 +315,8 @@ def test_mapped_over_models_and_samples(name: str) -> None:
 @every
 def test_gradients_through_a_stack_of_models(name: str) -> None:
     """The ensemble recipe of torch.func: a gradient taken outside of vmap is that of each model alone."""
-    models = [excite(create(name, 24, 3, dtype=F64)) for _ in range(3)]
-    parameters, _ = torch.func.stack_module_state(models)
     z = tokens()
-    skeleton = copy.deepcopy(models[0]).to("meta")
-    out = torch.func.vmap(lambda p: torch.func.functional_call(skeleton, p, (z,)))(parameters)
+    models, parameters, out = stack(name, z)
     stacked = torch.autograd.grad(out.square().sum(), list(parameters.values()))
     for i, model in enumerate(models):
         alone = torch.autograd.grad(model(z).square().sum(), list(model.parameters()))
