@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -331,6 +332,9 @@ def test_forward_mode_derivatives(case: tuple) -> None:
     z, v = tokens(n=6), tokens(n=6)
     tangent = torch.func.jvp(lambda x: operator(x, grid=(2, 3)), (z,), (v,))[1]
     with torch.no_grad():
+        with forward_ad.dual_level():
+            dual = forward_ad.unpack_dual(operator(forward_ad.make_dual(z, v), grid=(2, 3))).tangent
+        assert relative(dual, tangent) < 1e-12
         near = [operator(z + h * v, grid=(2, 3)) for h in (1e-6, -1e-6)]
     assert relative(tangent, (near[0] - near[1]) / 2e-6) < 1e-6
 

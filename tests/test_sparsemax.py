@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from dmst.errors import OptionError, UnknownNameError
 from dmst.sparsemax import jacobian_product, sparsemax
@@ -196,6 +197,9 @@ def test_derivatives_survive_every_transform() -> None:
     for cap in (None, 2):
         tangent = torch.func.jvp(lambda x, m=cap: sparsemax(x, max_active=m), (s,), (v,))[1]
         torch.testing.assert_close(tangent, jacobian_product(sparsemax(s, max_active=cap), v))
+        with forward_ad.dual_level():  # the same without torch.func
+            dual = sparsemax(forward_ad.make_dual(s, v), max_active=cap)
+            torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, tangent)
     torch.testing.assert_close(torch.func.jacfwd(sparsemax)(s[0]), torch.func.jacrev(sparsemax)(s[0]))
 
 
