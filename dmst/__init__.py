@@ -1,7 +1,8 @@
-"""dmst: attention layers for white-box vision transformers, derived from the coding rate, with proofs as tests.
+"""dmst: white-box vision transformers: layers derived from the coding rate, networks made of them, and proofs as tests.
 
-from dmst import DMSA
-update = DMSA(dim=384, num_heads=8)(tokens)            # (b, n, 384) to the same shape
+model = dmst.create_model("dmst_small", num_classes=10)         # images (b, 3, h, w) to logits (b, 10)
+trace = model.trace(images)                                     # what every layer computed on the way
+update = dmst.DMSA(dim=384, num_heads=8)(tokens)                # the layer alone: (b, n, 384) to the same shape
 """
 
 from __future__ import annotations
@@ -18,16 +19,24 @@ _HOMES = {
     "OPERATORS": "dmst.operators",
     "Parts": "dmst.operators",
     "Spatial": "dmst.operators",
+    "ModelConfig": "dmst.models",
+    "VisionModel": "dmst.models",
+    "create_model": "dmst.models",
+    "list_models": "dmst.models",
+    "load_model": "dmst.models",
+    "save_model": "dmst.models",
 }
-_MODULES = ("errors", "kernels", "objective", "operators", "rotary", "sparsemax")
+_MODULES = ("analysis", "errors", "kernels", "models", "objective", "operators", "rotary", "sparsemax")
 
 if TYPE_CHECKING:
-    from dmst import errors, kernels, objective, operators, rotary, sparsemax
+    from dmst import analysis, errors, kernels, models, objective, operators, rotary, sparsemax
+    from dmst.models import ModelConfig, VisionModel, create_model, list_models, load_model, save_model
     from dmst.operators import DMSA, OPERATORS, TSSA, Parts, Spatial
 
 __all__ = [
-    "DMSA", "OPERATORS", "TSSA", "Parts", "Spatial", "__version__",
-    "errors", "kernels", "objective", "operators", "rotary", "sparsemax",
+    "DMSA", "OPERATORS", "TSSA", "ModelConfig", "Parts", "Spatial", "VisionModel", "__version__",
+    "analysis", "create_model", "errors", "kernels", "list_models", "load_model", "models", "objective", "operators", "rotary",
+    "save_model", "sparsemax",
 ]  # fmt: skip
 
 

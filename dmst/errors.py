@@ -4,6 +4,7 @@ DmstError
 ├── OptionError          a value that an option cannot take            (also a ValueError)
 │   └── UnknownNameError a name that is not in a table                 (also a ValueError)
 ├── ShapeError           a tensor whose shape or dtype does not fit    (also a ValueError)
+├── BadFileError         a file that is damaged, foreign or unsafe     (also a ValueError)
 └── MissingExtraError    an optional library is absent or broken       (also an ImportError)
 """
 
@@ -32,6 +33,10 @@ class UnknownNameError(OptionError):
 
 class ShapeError(DmstError, ValueError):
     """A tensor does not have the shape or dtype that the function states."""
+
+
+class BadFileError(DmstError, ValueError):
+    """A file is not what it should be; nothing was loaded from it."""
 
 
 class MissingExtraError(DmstError, ImportError):

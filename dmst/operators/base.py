@@ -33,6 +33,8 @@ class Parts(NamedTuple):
 class Operator(nn.Module):
     """Base of every entry of OPERATORS."""
 
+    wants_scalar_scale = False  # whether a LayerScale vector after it would void what it promises
+
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         for name, value in (("dim", dim), ("num_heads", num_heads)):
@@ -52,6 +54,10 @@ class Operator(nn.Module):
 
     def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> Tensor | None:
         """Descends no rate, unless a subclass says otherwise."""
+        return None
+
+    def subspaces(self) -> Tensor | None:
+        """The bases U_k (k, d, p) that the tokens are projected on; None where there are none."""
         return None
 
     def reset_parameters(self) -> None:

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -51,6 +52,7 @@ class TokenStatistics(Operator):
         factory = {"device": device, "dtype": dtype}
         tied, proximal = form.mode != "listing", form.mode == "proximal"
         self.form = form
+        self.wants_scalar_scale = proximal
         self.subspace = (OrthonormalLinear if proximal else nn.Linear)(dim, dim, bias=bias, **factory)
         self.assign = nn.Linear(dim, form.num_heads, bias=membership_bias, **factory) if assign else None
         self.out = None if tied else nn.Linear(dim, dim, **factory)
@@ -79,6 +81,9 @@ class TokenStatistics(Operator):
             temperature=self.temperature,
             theta=None if self.theta is None else F.softplus(self.theta),
         )
+
+    def subspaces(self) -> Tensor:
+        return rearrange(self.weights().subspace, "(k p) d -> k d p", k=self.num_heads)
 
     def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
         self.check(z)

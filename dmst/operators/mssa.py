@@ -72,8 +72,11 @@ class MSSA(Operator):
             attention = (wide(s) @ wide(s).mT * self.head_dim**-0.5).softmax(-1)
         return Parts(projected=s, attention=attention)
 
+    def subspaces(self) -> Tensor:
+        return rearrange(self.subspace.weight, "(k p) d -> k d p", k=self.num_heads)
+
     def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> Tensor:
-        subspaces = rearrange(self.subspace.weight, "(k p) d -> k d p", k=self.num_heads)
+        subspaces = self.subspaces()
         if self.subspace.bias is not None:  # the coordinates that are mixed: a constant channel carries the bias
             z = torch.cat((z, torch.ones_like(z[..., :1])), -1)
             bias = rearrange(self.subspace.bias, "(k p) -> k 1 p", k=self.num_heads)

@@ -1,0 +1,56 @@
+"""Block: two lines, whatever the operator.
+
+z <- z + drop_path(scale * operator(norm z))
+z <- feedforward(z)                              which owns its residual
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from dmst import operators
+from dmst.models.config import ModelConfig
+from dmst.models.feedforward import FEEDFORWARDS
+from dmst.models.residual import Residual
+from dmst.operators import Parts
+
+
+class LayerTrace(NamedTuple):
+    """What one block did to some tokens."""
+
+    z: Tensor  # (b, n, d)                 what came in
+    normed: Tensor  # (b, n, d)            what the operator read
+    parts: Parts  #                        what it computed of that
+    after_operator: Tensor  # (b, n, d)    after the first line
+    after_feedforward: Tensor  # (b, n, d) after the second
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, **factory: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.dim, eps=1e-6, **factory)
+        self.operator = operators.create(
+            config.operator,
+            config.dim,
+            config.num_heads,
+            bias=config.qkv_bias,
+            proj_drop=config.proj_drop_rate,
+            **factory,
+            **config.operator_options,
+        )
+        scalar = self.operator.wants_scalar_scale
+        self.residual = Residual(config.dim, config.layer_scale, config.drop_path_rate, scalar=scalar, **factory)
+        self.feedforward = FEEDFORWARDS[config.feedforward](config, **factory)
+
+    def forward(self, z: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        z = self.residual(z, self.operator(self.norm(z), grid=grid))
+        return self.feedforward(z)
+
+    def trace(self, z: Tensor, grid: tuple[int, int] | None = None) -> LayerTrace:
+        """The same two lines, with what the operator computed beside them."""
+        normed = self.norm(z)
+        after_operator = self.residual(z, self.operator(normed, grid=grid))
+        parts = self.operator.decompose(normed, grid=grid)
+        return LayerTrace(z, normed, parts, after_operator, self.feedforward(after_operator))

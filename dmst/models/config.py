@@ -1,0 +1,155 @@
+"""ModelConfig: everything that decides a network, checked once, when it is made.
+
+stem          conv          3x3 convolutions of stride 2 with batch norm (XCiT, ToST)
+              patch         one linear map per patch (ViT)
+              norm_patch    the same between two LayerNorms (CRATE)
+position      fourier       fixed waves of row and column, one linear map; any grid (XCiT, ToST)
+              learned       one vector per place, resized to other grids (ViT, CRATE)
+feedforward   mlp           z + scale mlp(norm z)
+              ista          one proximal step of sparse coding, no residual (CRATE)
+head          class_attention   the blocks see patches only; a class token then looks at them `head_depth` times
+              token             the class token goes through the blocks
+              mean              no class token: the mean of the patches
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from dmst.errors import OptionError, choose, flag, number, unknown_name
+from dmst.operators import OPERATORS
+
+STEMS = ("conv", "patch", "norm_patch")
+POSITIONS = ("fourier", "learned")
+FEEDFORWARDS = ("mlp", "ista")
+HEADS = ("class_attention", "token", "mean")
+POOLS = ("token", "avg", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One network. Fields keep timm's spelling where timm has a word for them."""
+
+    name: str = "custom"
+    dim: int = 192
+    depth: int = 12
+    num_heads: int = 4
+    operator: str = "dmsa"
+    operator_options: Mapping[str, Any] = field(default_factory=dict)
+    patch_size: int = 16
+    stem: str = "conv"
+    position: str = "fourier"
+    feedforward: str = "mlp"
+    mlp_ratio: float = 4.0
+    head: str = "class_attention"
+    head_depth: int = 2
+    global_pool: str | None = None  # what the classifier reads: token, avg, or "" for every token; None: the head's own
+    layer_scale: float | None = 1.0  # the start of every LayerScale; None: none
+    token_std: float = 0.02  # the start of class token and learned positions
+    qkv_bias: bool = True
+    drop_rate: float = 0.0
+    proj_drop_rate: float = 0.0
+    drop_path_rate: float = 0.0  # the same at every depth
+    img_size: int | tuple[int, int] = 224  # other sizes run too; learned positions are stored for this one
+    in_chans: int = 3
+    num_classes: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "depth", "num_heads", "patch_size", "head_depth", "in_chans"):
+            _whole(name, getattr(self, name), 0 if name == "head_depth" else 1)
+        _whole("num_classes", self.num_classes, 0)
+        choose("stem", self.stem, STEMS)
+        choose("position", self.position, POSITIONS)
+        choose("feedforward", self.feedforward, FEEDFORWARDS)
+        choose("head", self.head, HEADS)
+        flag("qkv_bias", self.qkv_bias)
+        for name in ("drop_rate", "proj_drop_rate", "drop_path_rate"):
+            number(name, getattr(self, name), 0, 1)
+        number("mlp_ratio", self.mlp_ratio, 1 / self.dim, 1e6)
+        number("token_std", self.token_std, 0, 1e6)
+        if self.layer_scale is not None:
+            number("layer_scale", self.layer_scale, -1e6, 1e6)
+        if not isinstance(self.operator, str) or self.operator not in OPERATORS:
+            raise unknown_name("operator", self.operator, OPERATORS)
+        self._set("img_size", sides("img_size", self.img_size, self.patch_size))
+        self._set("operator_options", dict(self.operator_options))
+        pools = POOLS if self.head != "mean" else POOLS[1:]
+        self._set("global_pool", pools[0] if self.global_pool is None else self.global_pool)
+        choose(f"global_pool of head {self.head!r}", self.global_pool, pools)
+        if self.stem == "conv":
+            steps = self.patch_size.bit_length() - 1
+            if self.patch_size != 1 << steps:
+                raise OptionError(f"patch_size is {self.patch_size}: the conv stem halves, so it must be a power of two.")
+            share = 1 << (max(3, steps) - 1)
+            if self.dim % share:
+                raise OptionError(
+                    f"dim is {self.dim}: a conv stem for patch_size {self.patch_size} needs a multiple of {share}."
+                )
+        if self.head == "token" and "2d" in (
+            self.operator_options.get("rotary"),
+            self.operator_options.get("position_scores"),
+        ):
+            raise OptionError("2d positions need a grid of patches alone, and head 'token' puts a class token among them.")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches at `img_size`."""
+        rows, columns = self.img_size  # type: ignore[misc]  # __post_init__ made it a pair
+        return rows // self.patch_size, columns // self.patch_size
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before the patches inside the blocks."""
+        return int(self.head == "token")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"img_size": list(self.img_size), "operator_options": dict(self.operator_options)}  # type: ignore[arg-type]
+
+    def change(self, **overrides: Any) -> ModelConfig:
+        """Another config. What is no field is taken as an option of the operator: `mode="equation"`, `rotary="2d"`.
+
+        The options of another operator do not carry over.
+        """
+        names = [f.name for f in fields(self)]
+        operator = overrides.get("operator") or self.operator
+        if not isinstance(operator, str) or operator not in OPERATORS:
+            raise unknown_name("operator", operator, OPERATORS)
+        options = dict(overrides.pop("operator_options", self.operator_options if operator == self.operator else {}))
+        known = [
+            p.name
+            for p in inspect.signature(OPERATORS[operator].__init__).parameters.values()
+            if p.kind is p.KEYWORD_ONLY and p.name not in ("device", "dtype", "bias", "proj_drop")
+        ]
+        for name in [name for name in overrides if name not in names]:
+            if name not in known:
+                raise unknown_name(f"option of a model with operator {operator!r}", name, names + known)
+            options[name] = overrides.pop(name)
+        head = overrides.get("head", self.head)
+        if head != self.head:  # the default pool belongs to the head
+            overrides.setdefault("global_pool", None)
+        return replace(self, **overrides | {"operator": operator, "operator_options": options})
+
+
+def sides(name: str, size: Any, patch_size: int) -> tuple[int, int]:
+    """`size` as (height, width), each a multiple of the patch."""
+    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(pair) != 2:
+        raise OptionError(f"{name} is {size!r}: it must be one whole number, or (height, width).")
+    for side in pair:
+        _whole(name, side, 1)
+        if side % patch_size:
+            near = max(round(side / patch_size), 1) * patch_size
+            raise OptionError(f"{name} is {size!r}: {side} is not a multiple of the patch size {patch_size}; {near} is.")
+    return pair
+
+
+def _whole(name: str, value: Any, low: int) -> None:
+    if type(value) is not int or value < low:
+        raise OptionError(f"{name} is {value!r}: it must be a whole number of at least {low}.")

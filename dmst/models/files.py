@@ -1,0 +1,240 @@
+"""A saved model: a folder with two files, whole or refused. No pickle, neither written nor read.
+
+    model.safetensors    weights and buffers, by name
+    config.json          what timm reads (architecture, num_classes, model_args, pretrained_cfg), and under "dmst" the whole
+                         ModelConfig, size and sha256 of the weights; last of all `self_sha256`, which covers the rest
+
+The folder loads with `dmst.load_model(folder)` and, after `import dmst.integrations.timm`, with timm's
+`create_model("local-dir:folder", pretrained=True)`. Loading checks bytes, hashes, names, shapes and dtypes, and only then
+builds a model. A flipped bit inside safetensors' data is invisible to safetensors itself: hence the hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+import dmst
+from dmst.errors import BadFileError, OptionError
+from dmst.models.config import ModelConfig
+from dmst.models.vision import VisionModel
+from dmst.models.zoo import MODELS, model_config, pretrained_cfg, timm_name
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+REMEDY = "Load it where you trust it and save it again with safetensors.torch.save_file."
+
+
+def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = False) -> Path:
+    """Write `model` to `folder`, whole or not at all. Returns the folder.
+
+    A folder that exists is refused unless `overwrite`; then the old one stays until the new one is complete.
+    """
+    if not isinstance(model, VisionModel):
+        raise OptionError(f"save_model takes a VisionModel of this package, not {type(model).__name__}: unwrap it first.")
+    folder = Path(folder)
+    if folder.exists() and not overwrite:
+        raise OptionError(f"{folder} exists: choose another folder, or pass overwrite=True.")
+    if folder.exists() and not (folder.is_dir() and {entry.name for entry in folder.iterdir()} <= {WEIGHTS, CONFIG}):
+        raise OptionError(f"{folder} holds something else than a saved model: choose another folder.")
+    weights = safetensors.torch.save({name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()})
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))  # beside it: a rename stays on one disk
+    try:
+        _write(staging / WEIGHTS, weights)
+        _write(staging / CONFIG, _canonical(_describe(model.config, weights)))
+        staging.chmod(0o755)
+        _sync(staging)
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+            folder.rename(old / folder.name)
+            staging.rename(folder)
+            shutil.rmtree(old)
+        else:
+            staging.rename(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return folder
+
+
+def load_model(
+    folder: str | Path, *, num_classes: int | None = None, unverified: bool = False, device: Any = None
+) -> VisionModel:
+    """The model saved in `folder`, in evaluation mode.
+
+    `num_classes` asks for a count: another one is refused, `model.reset_classifier` changes it afterwards. `unverified` admits
+    a folder that somebody else wrote in the same form without hashes, such as timm's `save_for_hf(..., safe_serialization=True)`.
+    """
+    folder = Path(folder)
+    told = _read_config(folder / CONFIG)
+    raw = _read(folder / WEIGHTS)
+    config = _verified_config(folder, told, raw) if "dmst" in told else _foreign_config(folder, told, unverified)
+    weights = _tensors(folder / WEIGHTS, raw)
+    _fit_classes(folder, config, num_classes)
+    model = VisionModel(config, device="meta")
+    _fit(folder / WEIGHTS, weights, model)
+    model.load_state_dict({name: x.to(device) for name, x in weights.items()}, strict=True, assign=True)
+    return model.eval()
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _describe(config: ModelConfig, weights: bytes) -> dict[str, Any]:
+    """What config.json says, but for the hash of itself."""
+    known = config.name in MODELS
+    base = model_config(config.name).to_dict() if known else {}
+    mine = config.to_dict()
+    return {
+        "architecture": timm_name(config.name) if known else config.name,
+        "num_classes": config.num_classes,
+        "num_features": config.dim,
+        "global_pool": config.global_pool,
+        "model_args": {key: value for key, value in mine.items() if known and value != base[key]},
+        "pretrained_cfg": pretrained_cfg(config),
+        "dmst": {
+            "version": dmst.__version__,
+            "config": mine,
+            "files": {WEIGHTS: {"size": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}},
+        },
+    }
+
+
+def _canonical(told: dict[str, Any]) -> bytes:
+    """The one way to write `told`, its own hash last."""
+    body = json.dumps(told, indent=2, allow_nan=False)
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return (json.dumps(told | {"self_sha256": digest}, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise BadFileError(
+            f"{path} cannot be read ({error.strerror}): a saved model is a folder with {WEIGHTS} and {CONFIG}."
+        ) from error
+    if raw.startswith(PICKLES):
+        raise BadFileError(f"{path} is a pickle or zip file, which can run code when it is read: refused. {REMEDY}")
+    return raw
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    raw = _read(path)
+    try:
+        told = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadFileError(f"{path} is damaged: not JSON ({error}).") from error
+    if not isinstance(told, dict):
+        raise BadFileError(f"{path} is not the config of a model: it must hold an object.")
+    if "self_sha256" in told or "dmst" in told:
+        body = {key: value for key, value in told.items() if key != "self_sha256"}
+        try:
+            same = _canonical(body) == raw
+        except ValueError:  # an infinity, which JSON itself does not know
+            same = False
+        if not same:
+            raise BadFileError(f"{path} is damaged or was edited: its bytes do not match its self_sha256.")
+    return told
+
+
+def _verified_config(folder: Path, told: dict[str, Any], raw: bytes) -> ModelConfig:
+    try:
+        stated, written = told["dmst"]["files"][WEIGHTS], told["dmst"]["config"]
+        size, digest = stated["size"], stated["sha256"]
+    except (KeyError, TypeError) as error:
+        raise BadFileError(f"{folder / CONFIG} misses {error}: it was not written by save_model.") from error
+    if len(raw) != size:
+        raise BadFileError(f"{folder / WEIGHTS} is damaged: {len(raw):,} bytes instead of {size:,}. Copy it again.")
+    if hashlib.sha256(raw).hexdigest() != digest:
+        raise BadFileError(f"{folder / WEIGHTS} is damaged: its sha256 is not the one in {CONFIG}. Copy it again.")
+    unknown = set(written) - {f.name for f in fields(ModelConfig)}
+    if unknown:
+        version = told["dmst"].get("version")
+        raise BadFileError(
+            f"{folder / CONFIG} was written by dmst {version} and says {sorted(unknown)}, unknown to {dmst.__version__}."
+        )
+    return ModelConfig(**written)
+
+
+def _foreign_config(folder: Path, told: dict[str, Any], unverified: bool) -> ModelConfig:
+    if not unverified:
+        raise BadFileError(
+            f"{folder / CONFIG} states no sha256, so damage could not be seen: pass unverified=True to load it all the same."
+        )
+    if not isinstance(told.get("architecture"), str):
+        raise BadFileError(f"{folder / CONFIG} names no architecture.")
+    args = dict(told.get("model_args") or {})
+    for key in ("num_classes", "global_pool"):
+        if key in told:
+            args.setdefault(key, told[key])
+    return model_config(told["architecture"], **args)
+
+
+def _tensors(path: Path, raw: bytes) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load(raw)
+    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        raise BadFileError(f"{path} is not a safetensors file ({error}).") from error
+
+
+def _fit_classes(folder: Path, config: ModelConfig, asked: int | None) -> None:
+    if asked is not None and asked != config.num_classes:
+        raise OptionError(
+            f"num_classes is {asked}, and the weights in {folder} have {config.num_classes}: "
+            f"load them without it, then model.reset_classifier({asked})."
+        )
+
+
+def _fit(path: Path, weights: dict[str, Tensor], model: VisionModel) -> None:
+    """Exact names, shapes and one floating dtype, or an error that says which differs."""
+    wanted = model.state_dict()
+    missing, extra = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    if missing or extra:
+        told = [
+            f"{what} {len(names)} ({', '.join(names[:3])}...)"
+            for what, names in (("missing", missing), ("unknown", extra))
+            if names
+        ]
+        raise BadFileError(f"{path} does not hold the weights of {model.config.name}: {'; '.join(told)}.")
+    for name, x in weights.items():
+        if x.shape != wanted[name].shape:
+            raise BadFileError(
+                f"{path}: {name} has shape {tuple(x.shape)}, and {model.config.name} needs {tuple(wanted[name].shape)}."
+            )
+        if x.is_floating_point() != wanted[name].is_floating_point():
+            raise BadFileError(f"{path}: {name} is {x.dtype}, and {model.config.name} needs {wanted[name].dtype}.")
+    if len(kinds := {x.dtype for x in weights.values() if x.is_floating_point()}) > 1:
+        raise BadFileError(f"{path} mixes {', '.join(sorted(str(kind) for kind in kinds))}: a model has one dtype.")
+    if bad := [name for name, x in weights.items() if x.is_floating_point() and not torch.isfinite(x).all()]:
+        raise BadFileError(f"{path}: {bad[0]} holds NaN or infinity.")

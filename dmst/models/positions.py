@@ -1,0 +1,69 @@
+"""Positions, added to the tokens once, after the stem. Tokens may be led by a class token; patches lie on `grid`.
+
+fourier   row r = 1..h and column c = 1..w as angles 2 pi r/h, 2 pi c/w, each at 16 frequencies 10000^(-2j/32), sine and
+          cosine: 64 numbers, one linear map to d. Nothing depends on the resolution; a class token gets none.
+learned   one vector per place of the training grid, resized (bicubic) to any other; a class token has its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dmst.models.config import ModelConfig
+
+FEATURES = 32  # of row, and again of column
+
+
+class FourierPosition(nn.Module):
+    def __init__(self, config: ModelConfig, **factory: Any) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(2 * FEATURES, config.dim, 1, **factory)
+
+    def forward(self, z: Tensor, grid: tuple[int, int]) -> Tensor:
+        rows, columns = grid
+        weight = self.projection.weight
+        along_rows, along_columns = (waves(size, weight) for size in grid)
+        features = torch.cat(
+            (along_rows.unsqueeze(1).expand(-1, columns, -1), along_columns.unsqueeze(0).expand(rows, -1, -1)), -1
+        )  # (h, w, 64)
+        position = rearrange(self.projection(rearrange(features, "h w f -> 1 f h w")), "1 d h w -> 1 (h w) d")
+        prefix = z.shape[1] - rows * columns
+        return z + (F.pad(position, (0, 0, prefix, 0)) if prefix else position)
+
+
+def waves(size: int, like: Tensor) -> Tensor:
+    """(size, 32): sine on even, cosine on odd features of the place 1..size. Angles in float64 where there is one, then cast."""
+    exact = torch.float32 if like.device.type == "mps" else torch.float64
+    place = torch.arange(1, size + 1, device=like.device, dtype=exact) / (size + 1e-6) * (2 * math.pi)
+    pair = torch.arange(FEATURES // 2, device=like.device, dtype=exact)
+    angle = place.unsqueeze(-1) * 10000 ** (-2 * pair / FEATURES)
+    return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).to(like.dtype)
+
+
+class LearnedPosition(nn.Module):
+    def __init__(self, config: ModelConfig, **factory: Any) -> None:
+        super().__init__()
+        self.grid, self.std = config.grid, config.token_std
+        rows, columns = config.grid
+        self.table = nn.Parameter(torch.empty(config.prefix + rows * columns, config.dim, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.table, std=self.std, a=-2 * self.std, b=2 * self.std)
+
+    def forward(self, z: Tensor, grid: tuple[int, int]) -> Tensor:
+        if grid == self.grid:
+            return z + self.table
+        prefix = z.shape[1] - grid[0] * grid[1]
+        places = rearrange(self.table[prefix:], "(h w) d -> 1 d h w", h=self.grid[0])
+        places = F.interpolate(places.float(), grid, mode="bicubic", antialias=True).to(self.table.dtype)
+        return z + torch.cat((self.table[:prefix], rearrange(places, "1 d h w -> (h w) d")))
+
+
+POSITIONS: dict[str, type[FourierPosition | LearnedPosition]] = {"fourier": FourierPosition, "learned": LearnedPosition}

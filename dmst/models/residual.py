@@ -1,0 +1,38 @@
+"""The residual step: z + drop_path(scale * update).
+
+`scale` is LayerScale: one number a channel, or one in all where the operator's promise needs that (`proximal`: a vector can
+turn its step uphill). drop_path leaves the update of a whole sample out at random, in training only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Residual(nn.Module):
+    def __init__(
+        self, dim: int, layer_scale: float | None, drop_path: float = 0.0, *, scalar: bool = False, **factory: Any
+    ) -> None:
+        super().__init__()
+        self.layer_scale, self.drop_path = layer_scale, drop_path
+        self.scale = None if layer_scale is None else nn.Parameter(torch.empty(() if scalar else dim, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.scale is not None:
+            nn.init.constant_(self.scale, self.layer_scale)  # type: ignore[arg-type]
+
+    def forward(self, z: Tensor, update: Tensor) -> Tensor:
+        if self.scale is not None:
+            update = self.scale * update
+        if self.drop_path and self.training:
+            keep = 1 - self.drop_path
+            kept = update.new_empty(update.shape[0], 1, 1).bernoulli_(keep)
+            update = update * (kept / keep if keep else kept)
+        return z + update
+
+    def extra_repr(self) -> str:
+        return f"layer_scale={self.layer_scale}, drop_path={self.drop_path}"

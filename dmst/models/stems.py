@@ -1,0 +1,74 @@
+"""Stems: images (b, c, h, w) to patch tokens (b, n, d), row-major.
+
+conv        log2(patch) convolutions of stride 2, at least three in all (the first ones then keep the size); channels
+            double up to d; batch norm after each, GELU between. Patch 16: d/8, d/4, d/2, d. Patch 8: d/4, d/2, d.
+patch       z_n = W patch_n + bias
+norm_patch  z_n = norm(W norm(patch_n) + bias), a patch flattened row, column, channel
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from dmst.models.config import ModelConfig
+from dmst.models.linear import Linear
+
+
+class ConvStem(nn.Module):
+    first = "layers.0"
+
+    def __init__(self, config: ModelConfig, **factory: Any) -> None:
+        super().__init__()
+        halvings = config.patch_size.bit_length() - 1
+        count = max(3, halvings)
+        widths = [config.in_chans, *(config.dim >> (count - 1 - i) for i in range(count))]
+        layers: list[nn.Module] = []
+        for i in range(count):
+            stride = 2 if i >= count - halvings else 1
+            layers += [
+                nn.Conv2d(widths[i], widths[i + 1], 3, stride, 1, bias=False, **factory),
+                nn.BatchNorm2d(widths[i + 1], **factory),
+                nn.GELU(),
+            ]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, images: Tensor) -> Tensor:
+        return rearrange(self.layers(images), "b d h w -> b (h w) d")
+
+
+class PatchStem(nn.Module):
+    first = "projection"
+
+    def __init__(self, config: ModelConfig, **factory: Any) -> None:
+        super().__init__()
+        size = config.patch_size
+        self.projection = nn.Conv2d(config.in_chans, config.dim, size, size, **factory)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return rearrange(self.projection(images), "b d h w -> b (h w) d")
+
+
+class NormPatchStem(nn.Module):
+    first = "projection"
+
+    def __init__(self, config: ModelConfig, **factory: Any) -> None:
+        super().__init__()
+        self.size = config.patch_size
+        width = config.in_chans * self.size**2
+        self.norm_in = nn.LayerNorm(width, **factory)
+        self.projection = Linear(width, config.dim, **factory)
+        self.norm_out = nn.LayerNorm(config.dim, **factory)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = rearrange(images, "b c (h i) (w j) -> b (h w) (i j c)", i=self.size, j=self.size)
+        return self.norm_out(self.projection(self.norm_in(patches)))
+
+
+STEMS: dict[str, type[ConvStem | PatchStem | NormPatchStem]] = {
+    "conv": ConvStem,
+    "patch": PatchStem,
+    "norm_patch": NormPatchStem,
+}

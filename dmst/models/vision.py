@@ -1,0 +1,260 @@
+"""VisionModel: images (b, c, h, w) -> stem -> + position -> blocks -> head -> logits (b, classes).
+
+    model(images)                     one tensor, in training and evaluation
+    model.trace(images)               the logits and what every layer computed on the way
+    model.forward_intermediates(...)  feature maps, as timm's models give them
+
+Any height and width that the patch divides. Methods keep the names and meanings of timm's models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dmst.errors import OptionError, ShapeError, choose
+from dmst.kernels.autocast import autocast_is_on
+from dmst.models.block import Block, LayerTrace
+from dmst.models.class_attention import ClassAttentionBlock
+from dmst.models.config import ModelConfig
+from dmst.models.linear import Linear
+from dmst.models.positions import POSITIONS
+from dmst.models.stems import STEMS
+
+Grid = tuple[int, int]
+
+
+class Trace(NamedTuple):
+    """What a model did to some images."""
+
+    logits: Tensor  # (b, classes)
+    grid: Grid  # rows and columns of patches
+    prefix: int  # tokens before the patches in every layer
+    layers: list[LayerTrace]
+
+
+class VisionModel(nn.Module):
+    def __init__(self, config: ModelConfig, *, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.config = config
+        self.stem = STEMS[config.stem](config, **factory)
+        self.position = POSITIONS[config.position](config, **factory)
+        self.cls_token = None if config.head == "mean" else nn.Parameter(torch.empty(1, 1, config.dim, **factory))
+        self.blocks = nn.ModuleList(Block(config, **factory) for _ in range(config.depth))
+        count = config.head_depth if config.head == "class_attention" else 0
+        self.class_blocks = nn.ModuleList(ClassAttentionBlock(config, **factory) for _ in range(count))
+        self.norm: nn.Module = nn.LayerNorm(config.dim, eps=1e-6, **factory)
+        self.head_drop = nn.Dropout(config.drop_rate)
+        self.head: nn.Module = self._classifier(config.num_classes, **factory)
+        self.grad_checkpointing = False
+        self.reset_parameters()
+
+    # --- from images to logits ---------------------------------------------------------------------------------------
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(images))
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """Every token at the end, normed: (b, 1 + n, d), or (b, n, d) with head "mean"."""
+        z, grid = self.embed(images)
+        for block in self.blocks:
+            z = self._run(block, z, grid)
+        return self.finish(z)
+
+    def embed(self, images: Tensor) -> tuple[Tensor, Grid]:
+        """The tokens that the first block reads, and the grid of their patches."""
+        grid = self._grid(images)
+        z = self.stem(images)
+        if self.config.prefix:
+            z = self._lead(z)
+        return self.position(z, grid), grid
+
+    def finish(self, z: Tensor) -> Tensor:
+        """From the last block to the classifier's tokens: class attention where there is some, and the norm."""
+        if self.config.head == "class_attention":
+            z = self._lead(z)
+            for block in self.class_blocks:
+                z = self._run(block, z)
+        return self.norm(z)
+
+    def forward_head(self, z: Tensor, pre_logits: bool = False) -> Tensor:
+        z = self.head_drop(self._pool(z))
+        return z if pre_logits else self.head(z)
+
+    def trace(self, images: Tensor) -> Trace:
+        """The logits, and for every layer its tokens and Parts: what the model computes, in any state and on any kernel."""
+        z, grid = self.embed(images)
+        layers: list[LayerTrace] = []
+        for block in self.blocks:
+            layers.append(block.trace(z, grid))  # type: ignore[operator]
+            z = layers[-1].after_feedforward
+        return Trace(self.forward_head(self.finish(z)), grid, self.config.prefix, layers)
+
+    # --- feature maps ------------------------------------------------------------------------------------------------
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        row = {"num_chs": self.config.dim, "reduction": self.config.patch_size}
+        return [{"module": f"blocks.{i}", **row} for i in range(len(self.blocks))]
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """The tokens after the blocks `indices` (an int: the last so many; None: all), as maps (NCHW) or sequences (NLC).
+
+        Returns (final, maps) with final as `forward_features` gives it, or the maps alone.
+        """
+        choose("output_fmt", output_fmt, ("NCHW", "NLC"))
+        taken = self._indices(indices)
+        z, grid = self.embed(x)
+        prefix, maps = self.config.prefix, []
+        for i, block in enumerate(self.blocks[: taken[-1] + 1] if stop_early else self.blocks):
+            z = self._run(block, z, grid)
+            if i in taken:
+                seen = self.norm(z) if norm else z
+                tokens = seen[:, prefix:]
+                if output_fmt == "NCHW":
+                    tokens = rearrange(tokens, "b (h w) d -> b d h w", h=grid[0]).contiguous()
+                maps.append((tokens, seen[:, :prefix]) if return_prefix_tokens else tokens)
+        return maps if intermediates_only else (self.finish(z), maps)
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] | None = None, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop the blocks after the last of `indices`; with `prune_head` the head too."""
+        taken = self._indices(indices)
+        self.blocks = self.blocks[: taken[-1] + 1]
+        self.config = replace(self.config, depth=len(self.blocks))
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.class_blocks = nn.ModuleList()
+            self.config = replace(self.config, head_depth=0)
+            self.reset_classifier(0, "")
+        return taken
+
+    # --- the classifier ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_classes(self) -> int:
+        return self.config.num_classes
+
+    @property
+    def num_features(self) -> int:
+        return self.config.dim
+
+    embed_dim = head_hidden_size = num_features
+
+    @property
+    def global_pool(self) -> str | None:
+        return self.config.global_pool
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens before the patches in what `forward_features` returns."""
+        return int(self.cls_token is not None)
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A fresh classifier for another number of classes; 0 leaves the features."""
+        pool = self.config.global_pool if global_pool is None else global_pool
+        config = replace(self.config, num_classes=num_classes, global_pool=pool)
+        weight = next(self.blocks.parameters())
+        self.head = self._classifier(num_classes, device=weight.device, dtype=weight.dtype)
+        self.config = config
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep one tensor a block for backward and take its steps again there."""
+        self.grad_checkpointing = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that stay undecayed though they are matrices: tokens, positions, scales, temperatures."""
+        ends = ("cls_token", "position.table", ".scale", ".temperature", ".theta")
+        return {name for name, _ in self.named_parameters() if name.endswith(ends)}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that group parameters by depth, for layer-wise learning rates."""
+        if coarse:
+            blocks: Any = r"^blocks\.(\d+)"
+        else:
+            blocks = [(r"^blocks\.(\d+)", None), (r"^class_blocks\.(\d+)", (10_000,)), (r"^(norm|head)", (99_999,))]
+        return {"stem": r"^cls_token|^position|^stem", "blocks": blocks}
+
+    def reset_parameters(self) -> None:
+        if self.cls_token is not None:
+            std = self.config.token_std
+            nn.init.trunc_normal_(self.cls_token, std=std, a=-2 * std, b=2 * std)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Start anew in place: after `to_empty`, or for another seed. Children first, so that a parent has the last word."""
+        for module in reversed(list(self.modules())):
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    # --- pieces ------------------------------------------------------------------------------------------------------
+
+    def _classifier(self, num_classes: int, **factory: Any) -> nn.Module:
+        return Linear(self.config.dim, num_classes, **factory) if num_classes else nn.Identity()
+
+    def _run(self, block: nn.Module, *args: Any) -> Tensor:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, *args, use_reentrant=False)
+        return block(*args)
+
+    def _lead(self, z: Tensor) -> Tensor:
+        assert self.cls_token is not None
+        return torch.cat((self.cls_token.expand(z.shape[0], -1, -1), z), 1)
+
+    def _pool(self, z: Tensor) -> Tensor:
+        if self.config.global_pool == "token":
+            return z[:, 0]
+        return z[:, self.num_prefix_tokens :].mean(1) if self.config.global_pool == "avg" else z
+
+    def _grid(self, images: Tensor) -> Grid:
+        """Rows and columns of patches, or an error that says what does not fit."""
+        config = self.config
+        if images.ndim != 4 or images.shape[1] != config.in_chans:
+            raise ShapeError(
+                f"{config.name} takes images of shape (batch, {config.in_chans}, height, width), not {tuple(images.shape)}."
+                + (" Build it with in_chans= for another number of channels." if images.ndim == 4 else "")
+            )
+        for what, side in zip(("height", "width"), images.shape[2:], strict=True):
+            if side % config.patch_size or not side:
+                raise ShapeError(
+                    f"{config.name} cuts patches of {config.patch_size} pixels, and the {what} is {side}: resize or pad to a multiple."
+                )
+        dtype = next(self.stem.parameters()).dtype
+        if images.dtype != dtype and not autocast_is_on(images):
+            raise ShapeError(
+                f"{config.name} holds {dtype} weights and was given {images.dtype} images: convert one, or use autocast."
+            )
+        return images.shape[2] // config.patch_size, images.shape[3] // config.patch_size
+
+    def _indices(self, indices: int | Sequence[int] | None) -> list[int]:
+        depth = len(self.blocks)
+        if indices is None:
+            return list(range(depth))
+        asked = range(depth - indices, depth) if isinstance(indices, int) else indices
+        taken = sorted({i + depth if i < 0 else i for i in asked})
+        if not taken or taken[0] < 0 or taken[-1] >= depth:
+            raise OptionError(f"indices are {indices!r}: the model has blocks 0 to {depth - 1}.")
+        return taken

@@ -1,0 +1,155 @@
+"""The named networks: families x sizes as tables. A new size is one row.
+
+    dmst_tiny_patch16_224, short dmst_tiny     family _ size _ patch _ resolution
+    dmst_cifar, dmst_digits                    one small skeleton for every family, so that only the layer differs
+
+dmst and tost share ToST's skeleton (conv stem, Fourier positions, class attention); vit and crate have their own, as published.
+The skeleton of *_cifar is inferred from the parameter counts of the paper's ablations, which fit it but do not determine it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from dmst.errors import OptionError, unknown_name
+from dmst.models.config import ModelConfig
+from dmst.models.stems import STEMS
+from dmst.models.vision import VisionModel
+
+Row = dict[str, Any]
+
+# what a family does to tokens, on any skeleton
+LAYERS: dict[str, Row] = {
+    "dmst": {"operator": "dmsa"},
+    "tost": {"operator": "tssa"},
+    "vit": {"operator": "mhsa"},
+    "crate": {"operator": "mssa", "qkv_bias": False, "feedforward": "ista", "layer_scale": None},
+}
+# where a family's published skeleton departs from ToST's
+SKELETONS: dict[str, Row] = {
+    "dmst": {},
+    "tost": {},
+    "vit": {"stem": "patch", "position": "learned", "head": "token", "layer_scale": None},
+    "crate": {"stem": "norm_patch", "position": "learned", "head": "token", "token_std": 1.0},
+}
+TOST_SIZES: dict[str, Row] = {
+    "tiny": {"dim": 192, "depth": 12, "num_heads": 4, "layer_scale": 1.0},
+    "small": {"dim": 384, "depth": 12, "num_heads": 8, "layer_scale": 1.0},
+    "medium": {"dim": 512, "depth": 24, "num_heads": 8, "layer_scale": 1e-5},
+    "large": {"dim": 768, "depth": 24, "num_heads": 16, "layer_scale": 1e-5},
+}
+SIZES: dict[str, dict[str, Row]] = {
+    "dmst": TOST_SIZES,
+    "tost": TOST_SIZES,
+    "vit": {
+        "tiny": {"dim": 192, "depth": 12, "num_heads": 3},
+        "small": {"dim": 384, "depth": 12, "num_heads": 6},
+        "medium": {"dim": 512, "depth": 12, "num_heads": 8},
+        "base": {"dim": 768, "depth": 12, "num_heads": 12},
+        "large": {"dim": 1024, "depth": 24, "num_heads": 16},
+    },
+    "crate": {
+        "tiny": {"dim": 384, "depth": 12, "num_heads": 6},
+        "small": {"dim": 576, "depth": 12, "num_heads": 12},
+        "base": {"dim": 768, "depth": 12, "num_heads": 12},
+        "large": {"dim": 1024, "depth": 24, "num_heads": 16},
+    },
+}
+PATCHES = (16, 8)
+# one skeleton for all families
+SMALL: dict[str, Row] = {
+    "cifar": {"dim": 192, "depth": 8, "num_heads": 4, "patch_size": 4, "img_size": 32, "head": "mean", "num_classes": 10},
+    "digits": {
+        "dim": 48, "depth": 4, "num_heads": 4, "patch_size": 1, "img_size": 8, "head": "mean", "num_classes": 10, "in_chans": 1,
+    },
+}  # fmt: skip
+
+# mean and standard deviation of the pixels, by channel
+STATISTICS = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "cifar": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "digits": ((0.5,), (0.5,)),
+}
+
+
+def _table() -> tuple[dict[str, Row], dict[str, str]]:
+    """Full names to rows, short names to full ones."""
+    rows: dict[str, Row] = {}
+    aliases = {"crate_medium": "crate_base_patch16_224"}  # between small and large CRATE has a base
+    for family, layer in LAYERS.items():
+        for size, row in SIZES[family].items():
+            for patch in PATCHES:
+                name = f"{family}_{size}_patch{patch}_224"
+                rows[name] = row | {"patch_size": patch} | layer | SKELETONS[family] | {"name": name}
+            aliases[f"{family}_{size}"] = f"{family}_{size}_patch{PATCHES[0]}_224"
+        for size, row in SMALL.items():
+            rows[f"{family}_{size}"] = row | layer | {"name": f"{family}_{size}"}
+    aliases |= {timm_name(name): name for name in rows if timm_name(name) != name}
+    return rows, aliases
+
+
+def timm_name(name: str) -> str:
+    """The name of a model in timm's registry, which has a vit_* of its own."""
+    return f"dmst_{name}" if name.startswith("vit_") else name
+
+
+MODELS, ALIASES = _table()
+WEIGHTS: dict[str, str] = {}  # model -> weights that ship with the package
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """Full names that match a pattern such as "dmst_*"."""
+    return sorted(fnmatch.filter(MODELS, pattern))
+
+
+def model_config(name: str, **overrides: Any) -> ModelConfig:
+    """The config of a named model, changed by `overrides`: fields of ModelConfig, or options of the operator."""
+    full = ALIASES.get(name, name) if isinstance(name, str) else name
+    if not isinstance(full, str) or full not in MODELS:
+        raise unknown_name("model", name, [*MODELS, *ALIASES])
+    return ModelConfig(**MODELS[full]).change(**overrides)
+
+
+def pretrained_cfg(config: ModelConfig) -> dict[str, Any]:
+    """What timm calls `pretrained_cfg`: how to prepare images for the model, and where its first and last layers are."""
+    mean, std = STATISTICS.get(config.name.rpartition("_")[2], STATISTICS["imagenet"])
+    return {
+        "num_classes": config.num_classes,
+        "input_size": [config.in_chans, *config.img_size],  # type: ignore[misc]
+        "pool_size": None,
+        "fixed_input_size": False,
+        "interpolation": "bicubic",
+        "crop_pct": 0.875 if config.img_size == (224, 224) else 1.0,
+        "mean": list(mean if len(mean) == config.in_chans else [0.5] * config.in_chans),
+        "std": list(std if len(std) == config.in_chans else [0.5] * config.in_chans),
+        "first_conv": f"stem.{STEMS[config.stem].first}",
+        "classifier": "head",
+        "license": "apache-2.0",
+    }
+
+
+def create_model(
+    name: str,
+    pretrained: bool = False,
+    *,
+    num_classes: int | None = None,
+    img_size: int | tuple[int, int] | None = None,
+    in_chans: int | None = None,
+    operator: str | None = None,
+    device: Any = None,
+    dtype: Any = None,
+    **overrides: Any,
+) -> VisionModel:
+    """A network by name, with fresh weights: `create_model("dmst_small", num_classes=10, operator="tssa")`.
+
+    What is None keeps the model's own. Further keywords are fields of ModelConfig or options of the operator.
+    """
+    asked = {"num_classes": num_classes, "img_size": img_size, "in_chans": in_chans, "operator": operator}
+    config = model_config(name, **overrides, **{key: value for key, value in asked.items() if value is not None})
+    if pretrained:
+        with_weights = ", ".join(sorted(WEIGHTS)) or "none yet"
+        raise OptionError(
+            f"no weights ship for {config.name} (with weights: {with_weights}). Leave pretrained out, or dmst.load_model(folder)."
+        )
+    return VisionModel(config, device=device, dtype=dtype)
