@@ -7,7 +7,7 @@ position      fourier       fixed waves of row and column, one linear map; any g
               learned       one vector per place, resized to other grids (ViT, CRATE)
 feedforward   mlp           z + scale mlp(norm z)
               ista          one proximal step of sparse coding, no residual (CRATE)
-head          class_attention   the blocks see patches only; a class token then looks at them `head_depth` times
+readout       class_attention   the blocks see patches only; a class token then looks at them `readout_depth` times
               token             the class token goes through the blocks
               mean              no class token: the mean of the patches
 """
@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from dmst.errors import OptionError, choose, flag, number, unknown_name
+from dmst.models.feedforward import FEEDFORWARDS
+from dmst.models.positions import POSITIONS
+from dmst.models.stems import STEMS
 from dmst.operators import OPERATORS
 
-STEMS = ("conv", "patch", "norm_patch")
-POSITIONS = ("fourier", "learned")
-FEEDFORWARDS = ("mlp", "ista")
-HEADS = ("class_attention", "token", "mean")
+READOUTS = ("class_attention", "token", "mean")
 POOLS = ("token", "avg", "")
 
 
@@ -44,27 +44,27 @@ class ModelConfig:
     position: str = "fourier"
     feedforward: str = "mlp"
     mlp_ratio: float = 4.0
-    head: str = "class_attention"
-    head_depth: int = 2
-    global_pool: str | None = None  # what the classifier reads: token, avg, or "" for every token; None: the head's own
+    readout: str = "class_attention"
+    readout_depth: int = 2
+    global_pool: str | None = None  # what the classifier reads: token, avg, or "" for every token; None: the readout's own
     layer_scale: float | None = 1.0  # the start of every LayerScale; None: none
     token_std: float = 0.02  # the start of class token and learned positions
     qkv_bias: bool = True
     drop_rate: float = 0.0
     proj_drop_rate: float = 0.0
-    drop_path_rate: float = 0.0  # the same at every depth
+    drop_path_rate: float = 0.0  # the same in every block; class attention has none
     img_size: int | tuple[int, int] = 224  # other sizes run too; learned positions are stored for this one
     in_chans: int = 3
     num_classes: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("dim", "depth", "num_heads", "patch_size", "head_depth", "in_chans"):
-            _whole(name, getattr(self, name), 0 if name == "head_depth" else 1)
+        for name in ("dim", "depth", "num_heads", "patch_size", "readout_depth", "in_chans"):
+            _whole(name, getattr(self, name), 0 if name == "readout_depth" else 1)
         _whole("num_classes", self.num_classes, 0)
         choose("stem", self.stem, STEMS)
         choose("position", self.position, POSITIONS)
         choose("feedforward", self.feedforward, FEEDFORWARDS)
-        choose("head", self.head, HEADS)
+        choose("readout", self.readout, READOUTS)
         flag("qkv_bias", self.qkv_bias)
         for name in ("drop_rate", "proj_drop_rate", "drop_path_rate"):
             number(name, getattr(self, name), 0, 1)
@@ -76,9 +76,9 @@ class ModelConfig:
             raise unknown_name("operator", self.operator, OPERATORS)
         self._set("img_size", sides("img_size", self.img_size, self.patch_size))
         self._set("operator_options", dict(self.operator_options))
-        pools = POOLS if self.head != "mean" else POOLS[1:]
+        pools = POOLS if self.readout != "mean" else POOLS[1:]
         self._set("global_pool", pools[0] if self.global_pool is None else self.global_pool)
-        choose(f"global_pool of head {self.head!r}", self.global_pool, pools)
+        choose(f"global_pool of readout {self.readout!r}", self.global_pool, pools)
         if self.stem == "conv":
             steps = self.patch_size.bit_length() - 1
             if self.patch_size != 1 << steps:
@@ -88,11 +88,11 @@ class ModelConfig:
                 raise OptionError(
                     f"dim is {self.dim}: a conv stem for patch_size {self.patch_size} needs a multiple of {share}."
                 )
-        if self.head == "token" and "2d" in (
+        if self.readout == "token" and "2d" in (
             self.operator_options.get("rotary"),
             self.operator_options.get("position_scores"),
         ):
-            raise OptionError("2d positions need a grid of patches alone, and head 'token' puts a class token among them.")
+            raise OptionError("2d positions need a grid of patches alone, and readout 'token' puts a class token among them.")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -106,7 +106,7 @@ class ModelConfig:
     @property
     def prefix(self) -> int:
         """Tokens before the patches inside the blocks."""
-        return int(self.head == "token")
+        return int(self.readout == "token")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -131,8 +131,7 @@ class ModelConfig:
             if name not in known:
                 raise unknown_name(f"option of a model with operator {operator!r}", name, names + known)
             options[name] = overrides.pop(name)
-        head = overrides.get("head", self.head)
-        if head != self.head:  # the default pool belongs to the head
+        if overrides.get("readout", self.readout) != self.readout:  # the default pool belongs to the readout
             overrides.setdefault("global_pool", None)
         return replace(self, **overrides | {"operator": operator, "operator_options": options})
 

@@ -6,15 +6,17 @@ ista    relu(x + eta (D^T x - D^T D x) - eta lambda),   x = norm(z): one proxima
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst.models.config import ModelConfig
 from dmst.models.linear import Linear
 from dmst.models.residual import Residual
+
+if TYPE_CHECKING:
+    from dmst.models.config import ModelConfig
 
 
 class Mlp(nn.Module):

@@ -75,7 +75,7 @@ def load_model(
     """The model saved in `folder`, in evaluation mode.
 
     `num_classes` asks for a count: another one is refused, `model.reset_classifier` changes it afterwards. `unverified` admits
-    a folder that somebody else wrote in the same form without hashes, such as timm's `save_for_hf(..., safe_serialization=True)`.
+    a folder of the same form without hashes, such as timm's `save_for_hf(..., safe_serialization=True)` writes.
     """
     folder = Path(folder)
     told = _read_config(folder / CONFIG)
@@ -97,12 +97,17 @@ def _describe(config: ModelConfig, weights: bytes) -> dict[str, Any]:
     known = config.name in MODELS
     base = model_config(config.name).to_dict() if known else {}
     mine = config.to_dict()
+    tied = {"global_pool": "readout", "operator_options": "operator"}  # `change` starts these anew with those
     return {
         "architecture": timm_name(config.name) if known else config.name,
         "num_classes": config.num_classes,
         "num_features": config.dim,
         "global_pool": config.global_pool,
-        "model_args": {key: value for key, value in mine.items() if known and value != base[key]},
+        "model_args": {
+            key: value
+            for key, value in mine.items()
+            if known and any(mine[name] != base[name] for name in (key, tied.get(key, key)))
+        },
         "pretrained_cfg": pretrained_cfg(config),
         "dmst": {
             "version": dmst.__version__,

@@ -8,14 +8,16 @@ learned   one vector per place of the training grid, resized (bicubic) to any ot
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst.models.config import ModelConfig
+if TYPE_CHECKING:
+    from dmst.models.config import ModelConfig
+
 
 FEATURES = 32  # of row, and again of column
 
@@ -38,7 +40,7 @@ class FourierPosition(nn.Module):
 
 
 def waves(size: int, like: Tensor) -> Tensor:
-    """(size, 32): sine on even, cosine on odd features of the place 1..size. Angles in float64 where there is one, then cast."""
+    """(size, 32): sine on even, cosine on odd features of the place 1..size. Angles in float64, then cast."""
     exact = torch.float32 if like.device.type == "mps" else torch.float64
     place = torch.arange(1, size + 1, device=like.device, dtype=exact) / (size + 1e-6) * (2 * math.pi)
     pair = torch.arange(FEATURES // 2, device=like.device, dtype=exact)

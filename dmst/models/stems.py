@@ -8,13 +8,15 @@ norm_patch  z_n = norm(W norm(patch_n) + bias), a patch flattened row, column, c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from einops import rearrange
 from torch import Tensor, nn
 
-from dmst.models.config import ModelConfig
 from dmst.models.linear import Linear
+
+if TYPE_CHECKING:
+    from dmst.models.config import ModelConfig
 
 
 class ConvStem(nn.Module):

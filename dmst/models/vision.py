@@ -1,4 +1,4 @@
-"""VisionModel: images (b, c, h, w) -> stem -> + position -> blocks -> head -> logits (b, classes).
+"""VisionModel: images (b, c, h, w) -> stem -> + position -> blocks -> readout -> classifier -> logits (b, classes).
 
     model(images)                     one tensor, in training and evaluation
     model.trace(images)               the logits and what every layer computed on the way
@@ -46,9 +46,9 @@ class VisionModel(nn.Module):
         self.config = config
         self.stem = STEMS[config.stem](config, **factory)
         self.position = POSITIONS[config.position](config, **factory)
-        self.cls_token = None if config.head == "mean" else nn.Parameter(torch.empty(1, 1, config.dim, **factory))
+        self.cls_token = None if config.readout == "mean" else nn.Parameter(torch.empty(1, 1, config.dim, **factory))
         self.blocks = nn.ModuleList(Block(config, **factory) for _ in range(config.depth))
-        count = config.head_depth if config.head == "class_attention" else 0
+        count = config.readout_depth if config.readout == "class_attention" else 0
         self.class_blocks = nn.ModuleList(ClassAttentionBlock(config, **factory) for _ in range(count))
         self.norm: nn.Module = nn.LayerNorm(config.dim, eps=1e-6, **factory)
         self.head_drop = nn.Dropout(config.drop_rate)
@@ -62,7 +62,7 @@ class VisionModel(nn.Module):
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Every token at the end, normed: (b, 1 + n, d), or (b, n, d) with head "mean"."""
+        """Every token at the end, normed: (b, 1 + n, d), or (b, n, d) with readout "mean"."""
         z, grid = self.embed(images)
         for block in self.blocks:
             z = self._run(block, z, grid)
@@ -78,7 +78,7 @@ class VisionModel(nn.Module):
 
     def finish(self, z: Tensor) -> Tensor:
         """From the last block to the classifier's tokens: class attention where there is some, and the norm."""
-        if self.config.head == "class_attention":
+        if self.config.readout == "class_attention":
             z = self._lead(z)
             for block in self.class_blocks:
                 z = self._run(block, z)
@@ -118,7 +118,7 @@ class VisionModel(nn.Module):
 
         Returns (final, maps) with final as `forward_features` gives it, or the maps alone.
         """
-        choose("output_fmt", output_fmt, ("NCHW", "NLC"))
+        output_fmt = choose("output_fmt", getattr(output_fmt, "value", output_fmt), ("NCHW", "NLC"))  # timm's is an Enum
         taken = self._indices(indices)
         z, grid = self.embed(x)
         prefix, maps = self.config.prefix, []
@@ -143,7 +143,7 @@ class VisionModel(nn.Module):
             self.norm = nn.Identity()
         if prune_head:
             self.class_blocks = nn.ModuleList()
-            self.config = replace(self.config, head_depth=0)
+            self.config = replace(self.config, readout_depth=0)
             self.reset_classifier(0, "")
         return taken
 
@@ -192,11 +192,9 @@ class VisionModel(nn.Module):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Regular expressions that group parameters by depth, for layer-wise learning rates."""
-        if coarse:
-            blocks: Any = r"^blocks\.(\d+)"
-        else:
-            blocks = [(r"^blocks\.(\d+)", None), (r"^class_blocks\.(\d+)", (10_000,)), (r"^(norm|head)", (99_999,))]
-        return {"stem": r"^cls_token|^position|^stem", "blocks": blocks}
+        # the rest, with coarse also class_blocks and norm, comes last; (99999,) is timm's word for "with the group before"
+        ends = {} if coarse else {"class_blocks": [(r"^class_blocks\.(\d+)", None), (r"^norm", (99999,))]}
+        return {"stem": r"^cls_token|^position|^stem", "blocks": r"^blocks\.(\d+)", **ends}
 
     def reset_parameters(self) -> None:
         if self.cls_token is not None:
@@ -207,8 +205,9 @@ class VisionModel(nn.Module):
     def init_weights(self) -> None:
         """Start anew in place: after `to_empty`, or for another seed. Children first, so that a parent has the last word."""
         for module in reversed(list(self.modules())):
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 
@@ -240,7 +239,8 @@ class VisionModel(nn.Module):
         for what, side in zip(("height", "width"), images.shape[2:], strict=True):
             if side % config.patch_size or not side:
                 raise ShapeError(
-                    f"{config.name} cuts patches of {config.patch_size} pixels, and the {what} is {side}: resize or pad to a multiple."
+                    f"{config.name} cuts patches of {config.patch_size} pixels, and the {what} is {side}: "
+                    "resize or pad it to a multiple."
                 )
         dtype = next(self.stem.parameters()).dtype
         if images.dtype != dtype and not autocast_is_on(images):

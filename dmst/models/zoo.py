@@ -30,8 +30,8 @@ LAYERS: dict[str, Row] = {
 SKELETONS: dict[str, Row] = {
     "dmst": {},
     "tost": {},
-    "vit": {"stem": "patch", "position": "learned", "head": "token", "layer_scale": None},
-    "crate": {"stem": "norm_patch", "position": "learned", "head": "token", "token_std": 1.0},
+    "vit": {"stem": "patch", "position": "learned", "readout": "token", "layer_scale": None},
+    "crate": {"stem": "norm_patch", "position": "learned", "readout": "token", "token_std": 1.0},
 }
 TOST_SIZES: dict[str, Row] = {
     "tiny": {"dim": 192, "depth": 12, "num_heads": 4, "layer_scale": 1.0},
@@ -57,11 +57,12 @@ SIZES: dict[str, dict[str, Row]] = {
     },
 }
 PATCHES = (16, 8)
-# one skeleton for all families
+# one skeleton for all families, LayerScale included: only the layer differs (CRATE's has no LayerScale)
 SMALL: dict[str, Row] = {
-    "cifar": {"dim": 192, "depth": 8, "num_heads": 4, "patch_size": 4, "img_size": 32, "head": "mean", "num_classes": 10},
+    "cifar": {"dim": 192, "depth": 8, "num_heads": 4, "patch_size": 4, "img_size": 32, "readout": "mean", "num_classes": 10},
     "digits": {
-        "dim": 48, "depth": 4, "num_heads": 4, "patch_size": 1, "img_size": 8, "head": "mean", "num_classes": 10, "in_chans": 1,
+        "dim": 32, "depth": 4, "num_heads": 4, "patch_size": 1, "img_size": 8, "readout": "mean", "num_classes": 10,
+        "in_chans": 1,
     },
 }  # fmt: skip
 
@@ -150,6 +151,6 @@ def create_model(
     if pretrained:
         with_weights = ", ".join(sorted(WEIGHTS)) or "none yet"
         raise OptionError(
-            f"no weights ship for {config.name} (with weights: {with_weights}). Leave pretrained out, or dmst.load_model(folder)."
+            f"no weights ship for {config.name} (with weights: {with_weights}). Leave pretrained out, or use load_model."
         )
     return VisionModel(config, device=device, dtype=dtype)
