@@ -5,9 +5,10 @@ export PIP_CONSTRAINT := $(CURDIR)/requirements/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 BIN := .venv/bin
 
-.PHONY: help setup test lint format bench clean
+.PHONY: help demo setup test lint format bench clean
 
 help:
+	@echo "make demo    train small networks on digits and look inside: runs/demo/report.html"
 	@echo "make setup   the package and its development tools in .venv"
 	@echo "make test    linters, types, every test, coverage"
 	@echo "make lint    ruff and mypy"
@@ -15,12 +16,16 @@ help:
 	@echo "make bench   time the operators on this machine"
 	@echo "make clean   remove what the other targets made"
 
+# a stamp a set of extras: what is installed is not asked for again
+.venv/.%: pyproject.toml requirements/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[$*]'
+	@touch $@
+
 setup: .venv/.dev
 
-.venv/.dev: pyproject.toml requirements/constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[dev]'
-	@touch $@
+demo: .venv/.demo
+	$(BIN)/dmst demo
 
 test: setup lint
 	$(BIN)/pytest --numprocesses 2 --cov --cov-fail-under=95

@@ -2,6 +2,8 @@
 
 dmst --version            this package, torch and Python
 dmst operators            the table of operators and their options
+dmst models [PATTERN]     the named networks, their sizes and parameters
+dmst demo                 a DMST learns to read digits, and a page shows what it computes
 """
 
 from __future__ import annotations
@@ -52,5 +54,50 @@ def operators() -> None:
     Console().print(table)
 
 
+@app.command()
+def models(pattern: str = typer.Argument("*", help='Which names, such as "dmst_*".')) -> None:
+    """List the named networks: shape, tokens, and parameters with 10 and with 1000 classes."""
+    from dmst.models import VisionModel, list_models, model_config
+    from dmst.models.zoo import ALIASES
+
+    short = {full: alias for alias, full in ALIASES.items() if not alias.startswith("dmst_vit")}
+    table = Table(
+        "network", "short name", "attention", "dim", "depth", "heads", "tokens", "parameters, 10 classes", "1000 classes"
+    )
+    for name in list_models(pattern):
+        config = model_config(name)
+        counts = []
+        for classes in (10, 1000):
+            network = VisionModel(config.change(num_classes=classes), device="meta")
+            counts.append(f"{sum(p.numel() for p in network.parameters()):,}")
+        rows, columns = config.grid
+        shape = (config.dim, config.depth, config.num_heads, config.prefix + rows * columns)
+        table.add_row(name, short.get(name, ""), config.operator, *(str(size) for size in shape), *counts)
+    if not table.row_count:
+        typer.echo(f"No network matches {pattern!r}. `dmst models` lists them all.", err=True)
+        raise typer.Exit(1)
+    Console().print(table)
+
+
+@app.command()
+def demo(
+    out: str = typer.Option("runs/demo", help="Where the report and the trained networks go."),
+    seeds: int = typer.Option(3, min=1, help="Runs of DMST."),
+    epochs: int = typer.Option(16, min=1, help="Passes over the digits."),
+    workers: int = typer.Option(None, min=1, help="Runs at a time; one a core if not given."),
+) -> None:
+    """Train small networks on digits, beside one another, and write a page that shows what they compute."""
+    from dmst.demo import run_demo
+
+    run_demo(out, seeds=seeds, epochs=epochs, workers=workers)
+
+
 def main() -> None:
-    app()
+    """The command: an error of ours is one line for a person, and exit code 1."""
+    from dmst.errors import DmstError
+
+    try:
+        app()
+    except DmstError as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise SystemExit(1) from None

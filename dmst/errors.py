@@ -84,12 +84,16 @@ def refuse_unknown_options(owner: type, unknown: Mapping[str, object]) -> None:
 def need(module: str, extra: str) -> ModuleType:
     """Import an optional library, or say which extra brings it.
 
-    Catches `Exception`, not `ImportError`: a torchvision built for another torch raises
-    RuntimeError when it is imported.
+    Catches `Exception`, not `ImportError`: a torchvision built for another torch raises RuntimeError when it is imported.
     """
     try:
         return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{module} could not be imported ({error}). Install it with: pip install 'dmst[{extra}]'"
+        ) from error
     except Exception as error:
         raise MissingExtraError(
-            f"{module} could not be imported ({type(error).__name__}: {error}). Install it with: pip install 'dmst[{extra}]'"
+            f"{module} is installed and does not import ({type(error).__name__}: {error}). Mostly it was built for another "
+            "torch than the one that is here: install versions that belong together, as in requirements/constraints.txt."
         ) from error

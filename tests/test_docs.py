@@ -23,7 +23,12 @@ def blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
 
 
-SNIPPETS = [pytest.param(code, id=f"{path.name}-{i}") for path in DOCUMENTS for i, code in enumerate(blocks(path, "python"))]
+SESSIONS = ("tutorial.md",)  # whose blocks are one session, top to bottom
+SNIPPETS = [
+    pytest.param(code, id=f"{path.name}-{i}")
+    for path in DOCUMENTS
+    for i, code in enumerate(["".join(blocks(path, "python"))] if path.name in SESSIONS else blocks(path, "python"))
+]
 COMMANDS = [
     pytest.param(line.removeprefix("$ "), id=f"{path.name}: {line.removeprefix('$ ')}")
     for path in DOCUMENTS

@@ -19,7 +19,7 @@ ROWS = [
     ["operators"],
     ["models", "data"],
     ["engine", "analysis", "export"],
-    ["reproduce", "explorer", "integrations", "doctor"],
+    ["reproduce", "explorer", "integrations", "doctor", "demo"],
     ["cli"],
     ["__main__"],
 ]
@@ -124,9 +124,9 @@ def test_the_gate_finds_what_it_should(source: str, hits: list[str]) -> None:
 
 
 def test_other_libraries_only_where_named() -> None:
-    """torch, numpy and einops everywhere; typer and rich in the command line; the rest nowhere yet."""
+    """torch, numpy and einops everywhere; others in the rooms that need them; optional ones by `errors.need`, as text."""
     standard = set(sys.stdlib_module_names)
-    extra = {"cli": {"typer", "rich"}}
+    extra = {"cli": {"typer", "rich"}, "demo": {"rich"}, "models": {"safetensors"}, "analysis": {"PIL"}}
     checking = {"jaxtyping"}  # shapes as text, behind TYPE_CHECKING
     for path in ROOT.rglob("*.py"):
         for module in imports(ast.parse(path.read_text())):

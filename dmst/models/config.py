@@ -27,6 +27,7 @@ from dmst.operators import OPERATORS
 
 READOUTS = ("class_attention", "token", "mean")
 POOLS = ("token", "avg", "")
+OURS = ("dim", "num_heads", "bias", "proj_drop", "device", "dtype")  # what a block passes to every operator by itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,9 @@ class ModelConfig:
         if not isinstance(self.operator, str) or self.operator not in OPERATORS:
             raise unknown_name("operator", self.operator, OPERATORS)
         self._set("img_size", sides("img_size", self.img_size, self.patch_size))
-        self._set("operator_options", dict(self.operator_options))
+        self._set("operator_options", _options(self.operator_options))
+        if not isinstance(self.name, str):
+            raise OptionError(f"name is {self.name!r}: it must be text.")
         pools = POOLS if self.readout != "mean" else POOLS[1:]
         self._set("global_pool", pools[0] if self.global_pool is None else self.global_pool)
         choose(f"global_pool of readout {self.readout!r}", self.global_pool, pools)
@@ -121,11 +124,11 @@ class ModelConfig:
         operator = overrides.get("operator") or self.operator
         if not isinstance(operator, str) or operator not in OPERATORS:
             raise unknown_name("operator", operator, OPERATORS)
-        options = dict(overrides.pop("operator_options", self.operator_options if operator == self.operator else {}))
+        options = _options(overrides.pop("operator_options", self.operator_options if operator == self.operator else {}))
         known = [
             p.name
             for p in inspect.signature(OPERATORS[operator].__init__).parameters.values()
-            if p.kind is p.KEYWORD_ONLY and p.name not in ("device", "dtype", "bias", "proj_drop")
+            if p.kind is p.KEYWORD_ONLY and p.name not in OURS
         ]
         for name in [name for name in overrides if name not in names]:
             if name not in known:
@@ -152,3 +155,9 @@ def sides(name: str, size: Any, patch_size: int) -> tuple[int, int]:
 def _whole(name: str, value: Any, low: int) -> None:
     if type(value) is not int or value < low:
         raise OptionError(f"{name} is {value!r}: it must be a whole number of at least {low}.")
+
+
+def _options(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key not in OURS for key in value):
+        raise OptionError(f"operator_options is {value!r}: it must map options of the operator, other than {OURS}, to values.")
+    return dict(value)

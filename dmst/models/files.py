@@ -33,6 +33,7 @@ from dmst.models.zoo import MODELS, model_config, pretrained_cfg, timm_name
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REMEDY = "Load it where you trust it and save it again with safetensors.torch.save_file."
 
 
@@ -44,11 +45,14 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
     if not isinstance(model, VisionModel):
         raise OptionError(f"save_model takes a VisionModel of this package, not {type(model).__name__}: unwrap it first.")
     folder = Path(folder)
-    if folder.exists() and not overwrite:
+    taken = folder.exists() or folder.is_symlink()
+    if taken and not overwrite:
         raise OptionError(f"{folder} exists: choose another folder, or pass overwrite=True.")
-    if folder.exists() and not (folder.is_dir() and {entry.name for entry in folder.iterdir()} <= {WEIGHTS, CONFIG}):
+    if taken and not (folder.is_dir() and all(x.name in (WEIGHTS, CONFIG) and x.is_file() for x in folder.iterdir())):
         raise OptionError(f"{folder} holds something else than a saved model: choose another folder.")
-    weights = safetensors.torch.save({name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()})
+    tensors = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
+    _fit(folder / WEIGHTS, tensors, VisionModel(model.config, device="meta"))  # what could not be loaded is not written
+    weights = safetensors.torch.save(tensors)
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))  # beside it: a rename stays on one disk
     try:
@@ -56,11 +60,8 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
         _write(staging / CONFIG, _canonical(_describe(model.config, weights)))
         staging.chmod(0o755)
         _sync(staging)
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-            folder.rename(old / folder.name)
-            staging.rename(folder)
-            shutil.rmtree(old)
+        if taken:
+            _replace(folder, staging)
         else:
             staging.rename(folder)
         _sync(folder.parent)
@@ -124,6 +125,21 @@ def _canonical(told: dict[str, Any]) -> bytes:
     return (json.dumps(told | {"self_sha256": digest}, indent=2, allow_nan=False) + "\n").encode()
 
 
+def _replace(folder: Path, staging: Path) -> None:
+    """Put `staging` in the place of `folder`, which comes back if that fails."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+    try:
+        old = folder.rename(aside / folder.name)
+        try:
+            staging.rename(folder)
+        except BaseException:
+            old.rename(folder)
+            raise
+    finally:
+        if folder.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+
+
 def _write(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
@@ -183,6 +199,8 @@ def _verified_config(folder: Path, told: dict[str, Any], raw: bytes) -> ModelCon
         raise BadFileError(f"{folder / WEIGHTS} is damaged: {len(raw):,} bytes instead of {size:,}. Copy it again.")
     if hashlib.sha256(raw).hexdigest() != digest:
         raise BadFileError(f"{folder / WEIGHTS} is damaged: its sha256 is not the one in {CONFIG}. Copy it again.")
+    if not isinstance(written, dict):
+        raise BadFileError(f"{folder / CONFIG} holds no config: it was not written by save_model.")
     unknown = set(written) - {f.name for f in fields(ModelConfig)}
     if unknown:
         version = told["dmst"].get("version")
@@ -199,7 +217,10 @@ def _foreign_config(folder: Path, told: dict[str, Any], unverified: bool) -> Mod
         )
     if not isinstance(told.get("architecture"), str):
         raise BadFileError(f"{folder / CONFIG} names no architecture.")
-    args = dict(told.get("model_args") or {})
+    args = told.get("model_args") or {}
+    if not isinstance(args, dict) or "name" in args:
+        raise BadFileError(f"{folder / CONFIG}: model_args is {args!r}, not options of {told['architecture']}.")
+    args = dict(args)
     for key in ("num_classes", "global_pool"):
         if key in told:
             args.setdefault(key, told[key])
@@ -237,7 +258,7 @@ def _fit(path: Path, weights: dict[str, Tensor], model: VisionModel) -> None:
             raise BadFileError(
                 f"{path}: {name} has shape {tuple(x.shape)}, and {model.config.name} needs {tuple(wanted[name].shape)}."
             )
-        if x.is_floating_point() != wanted[name].is_floating_point():
+        if x.dtype != wanted[name].dtype and not (x.dtype in FLOATS and wanted[name].is_floating_point()):
             raise BadFileError(f"{path}: {name} is {x.dtype}, and {model.config.name} needs {wanted[name].dtype}.")
     if len(kinds := {x.dtype for x in weights.values() if x.is_floating_point()}) > 1:
         raise BadFileError(f"{path} mixes {', '.join(sorted(str(kind) for kind in kinds))}: a model has one dtype.")

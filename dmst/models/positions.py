@@ -15,6 +15,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmst.kernels.arithmetic import wide
+
 if TYPE_CHECKING:
     from dmst.models.config import ModelConfig
 
@@ -64,7 +66,7 @@ class LearnedPosition(nn.Module):
             return z + self.table
         prefix = z.shape[1] - grid[0] * grid[1]
         places = rearrange(self.table[prefix:], "(h w) d -> 1 d h w", h=self.grid[0])
-        places = F.interpolate(places.float(), grid, mode="bicubic", antialias=True).to(self.table.dtype)
+        places = F.interpolate(wide(places), grid, mode="bicubic", antialias=True).to(self.table.dtype)
         return z + torch.cat((self.table[:prefix], rearrange(places, "1 d h w -> (h w) d")))
 
 

@@ -243,7 +243,9 @@ class VisionModel(nn.Module):
                     "resize or pad it to a multiple."
                 )
         dtype = next(self.stem.parameters()).dtype
-        if images.dtype != dtype and not autocast_is_on(images):
+        doubles = torch.float64 in (images.dtype, dtype)  # which autocast leaves alone
+        mixed = autocast_is_on(images) and images.is_floating_point() and not doubles
+        if images.dtype != dtype and not mixed:
             raise ShapeError(
                 f"{config.name} holds {dtype} weights and was given {images.dtype} images: convert one, or use autocast."
             )

@@ -1,0 +1,11 @@
+"""Looking inside: what a model computed, as numbers and pictures.
+
+rates.py (how many nats each layer's tokens cost)      membership.py (which token belongs where, as images)
+charts.py (lines and tables of cells, as SVG and HTML) report.py (one self-contained page of them)
+"""
+
+from dmst.analysis.membership import gate_by_class, maps, sheet
+from dmst.analysis.rates import LayerRates, layer_rates
+from dmst.analysis.report import Section, write_report
+
+__all__ = ["LayerRates", "Section", "gate_by_class", "layer_rates", "maps", "sheet", "write_report"]

@@ -1,0 +1,138 @@
+"""Charts as text: SVG lines and HTML tables of cells. They follow the page's light or dark colours and need no script.
+
+line_chart([Line("dmst", xs, ys, low, high)], x_label, y_label)     lines with bands; every point says its value when pointed at
+cells(values, rows, columns)                                        a table whose cells are coloured by their number
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+# Okabe and Ito's colours: told apart by everyone. Names are classes of the page's style sheet (report.py).
+COLOURS = {"dmst": "c1", "tost": "c2", "vit": "c3", "crate": "c4"}
+
+
+class Line(NamedTuple):
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    low: Sequence[float] | None = None  # a band around the line
+    high: Sequence[float] | None = None
+    colour: str = "c1"
+    dashed: bool = False
+
+
+def line_chart(
+    lines: Sequence[Line],
+    x_label: str,
+    y_label: str,
+    *,
+    width: int = 520,
+    height: int = 300,
+    y_range: tuple[float, float] | None = None,
+    digits: int = 2,
+    whole_x: bool = True,
+) -> str:
+    """One SVG. NaN points are left out."""
+    left, right, top, bottom = 56, 16, 14, 44
+    xs = [x for line in lines for x in line.xs]
+    ys = [y for line in lines for row in (line.ys, line.low, line.high) if row is not None for y in row if math.isfinite(y)]
+    if not xs or not ys:
+        return '<p class="note">Nothing to draw: no finite values.</p>'
+    x_ticks = ticks(min(xs), max(xs), whole=whole_x)
+    y_ticks = ticks(*(y_range or (min(ys), max(ys))))
+    x0, x1 = min(xs), max(max(xs), min(xs) + 1e-9)
+    y0, y1 = y_range or (min(y_ticks[0], min(ys)), max(y_ticks[-1], max(ys)))
+    y1 = max(y1, y0 + 1e-9)
+
+    def place(x: float, y: float) -> str:
+        across = left + (x - x0) / (x1 - x0) * (width - left - right)
+        down = height - bottom - (min(max(y, y0), y1) - y0) / (y1 - y0) * (height - top - bottom)
+        return f"{across:.1f},{down:.1f}"
+
+    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(y_label)} against {escape(x_label)}">']
+    for y in (y for y in y_ticks if y0 <= y <= y1):
+        a, b = place(x0, y).split(","), place(x1, y).split(",")
+        parts.append(f'<line class="grid" x1="{a[0]}" y1="{a[1]}" x2="{b[0]}" y2="{b[1]}"/>')
+        parts.append(f'<text x="{left - 8}" y="{float(a[1]) + 4:.1f}" text-anchor="end">{told(y)}</text>')
+    for x in (x for x in x_ticks if x0 <= x <= x1):
+        across = place(x, y0).split(",")[0]
+        parts.append(f'<text x="{across}" y="{height - bottom + 18}" text-anchor="middle">{told(x)}</text>')
+    middle = (left + width - right) / 2
+    parts.append(f'<text class="axis" x="{middle}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
+    middle = (top + height - bottom) / 2
+    parts.append(
+        f'<text class="axis" transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
+    )
+    for line in lines:
+        points = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if math.isfinite(y)]
+        if line.low is not None and line.high is not None:
+            around = [*zip(line.xs, line.high, strict=True), *reversed([*zip(line.xs, line.low, strict=True)])]
+            parts.append(f'<polygon class="band {line.colour}" points="{" ".join(place(x, y) for x, y in around)}"/>')
+        dash = ' stroke-dasharray="6 5"' if line.dashed else ""
+        parts.append(f'<polyline class="line {line.colour}"{dash} points="{" ".join(place(x, y) for x, y in points)}"/>')
+        for i, (x, y) in enumerate(points):
+            spread = (
+                "" if line.low is None or line.high is None else f" ({line.low[i]:.{digits}f} to {line.high[i]:.{digits}f})"
+            )
+            across, down = place(x, y).split(",")
+            said = f"{escape(line.name)}, {escape(x_label)} {told(x)}: {y:.{digits}f}{spread}"
+            parts.append(f'<circle class="dot {line.colour}" cx="{across}" cy="{down}" r="3.2"><title>{said}</title></circle>')
+    parts.append("</svg>")
+    keys = "".join(
+        f'<span class="key"><i class="{line.colour}{" dashed" if line.dashed else ""}"></i>{escape(line.name)}</span>'
+        for line in lines
+    )
+    return f'<div class="chart">{"".join(parts)}<div class="keys">{keys}</div></div>'
+
+
+def cells(
+    values: Sequence[Sequence[float]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    groups: Sequence[tuple[str, int]] = (),
+    corner: str = "",
+    high: float = 1.0,
+) -> str:
+    """A table of numbers from 0 to `high`, darker for more; exact zeros are drawn as empty. `groups` names runs of columns."""
+    head = ""
+    if groups:
+        head += "<tr><th></th>" + "".join(f'<th colspan="{size}">{escape(name)}</th>' for name, size in groups) + "</tr>"
+    head += f"<tr><th>{escape(corner)}</th>" + "".join(f"<th>{escape(name)}</th>" for name in columns) + "</tr>"
+    starts = set()
+    at = 0
+    for _, size in groups:
+        starts.add(at)
+        at += size
+    body = ""
+    for name, row in zip(rows, values, strict=True):
+        body += f'<tr><th scope="row">{escape(name)}</th>'
+        for j, value in enumerate(row):
+            edge = " first" if j in starts else ""
+            if math.isnan(value) or value == 0:
+                body += f'<td class="zero{edge}">{"" if math.isnan(value) else "0"}</td>'
+            else:
+                part = min(max(value / high, 0.0), 1.0)
+                body += f'<td class="cell{" strong" if part > 0.55 else ""}{edge}" style="--v:{part:.3f}">{value:.2f}</td>'
+        body += "</tr>"
+    return f'<div class="scroll"><table class="cells"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+
+
+def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
+    """About `count` round numbers that cover low..high."""
+    span = max(high - low, 1e-9)
+    rough = span / count
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(power * nice for nice in (1, 2, 2.5, 5, 10) if power * nice >= rough * 0.999)
+    if whole:
+        step = max(1.0, round(step))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 10) for i in range(first, last + 1)]
+
+
+def told(value: float) -> str:
+    return f"{value:.10g}"

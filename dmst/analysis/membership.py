@@ -1,0 +1,96 @@
+"""Memberships and gates as pictures: what a layer computed, cell for cell, never a second formula.
+
+maps(trace, layer)          (b, k, rows, columns): membership of every patch in every subspace
+colour(values, low, high)   numbers to colours: dark blue (low) over grey to yellow (high), readable in grey and by everyone
+overlay(image, map)         the map over the image it belongs to
+sheet(...)                  images down, heads across: one PNG
+gate_by_class(gates, labels)
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from dmst.errors import OptionError
+from dmst.models import Trace
+
+Pixels = NDArray[np.uint8]  # (h, w, 3)
+
+# anchors of a perceptually even ramp that does not lean on red against green
+RAMP = np.array(
+    [
+        (0, 32, 77), (21, 52, 109), (67, 78, 108), (102, 105, 112),
+        (137, 134, 121), (176, 165, 113), (217, 199, 91), (255, 234, 70),
+    ],
+    dtype=np.float64,
+)  # fmt: skip
+
+
+def maps(trace: Trace, layer: int) -> Tensor:
+    """(b, k, rows, columns): the memberships of the patches in one layer (from 0; -1 is the last)."""
+    if not -len(trace.layers) <= layer < len(trace.layers):
+        raise OptionError(f"layer is {layer}: the model has layers 0 to {len(trace.layers) - 1}.")
+    membership = trace.layers[layer].parts.membership
+    if membership is None:
+        raise OptionError("this model's operator computes no memberships: there is nothing to draw.")
+    return membership[..., trace.prefix :].unflatten(-1, trace.grid)
+
+
+def gate_by_class(gates: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """(classes, k): the mean gate of each head over the images of each class; NaN where a class has none."""
+    member = F.one_hot(labels, classes).to(gates.dtype)  # (b, classes)
+    return (member.mT @ gates) / member.sum(0).unsqueeze(-1)
+
+
+def colour(values: Tensor, low: float = 0.0, high: float = 1.0) -> Pixels:
+    """(h, w) numbers to (h, w, 3) colours; `low` and `high` are the ends of the ramp."""
+    place = ((values.double() - low) / max(high - low, 1e-12)).clamp(0, 1).numpy() * (len(RAMP) - 1)
+    below = np.minimum(place.astype(int), len(RAMP) - 2)
+    part = (place - below)[..., None]
+    return np.round(RAMP[below] * (1 - part) + RAMP[below + 1] * part).astype(np.uint8)
+
+
+def picture(image: Tensor) -> Pixels:
+    """One image (c, h, w) with pixels -1..1, or any range, stretched to 0..255."""
+    low, high = image.min(), image.max()
+    grey = ((image - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
+    return grey.expand(3, -1, -1).permute(1, 2, 0).numpy() if image.shape[0] == 1 else grey[:3].permute(1, 2, 0).numpy()
+
+
+def enlarge(pixels: Pixels, factor: int) -> Pixels:
+    """Every pixel a square of `factor`: nothing is made up between them."""
+    return pixels.repeat(factor, 0).repeat(factor, 1)
+
+
+def overlay(image: Pixels, values: Tensor, low: float = 0.0, high: float = 1.0, strength: float = 0.6) -> Pixels:
+    """A map (rows, columns), stretched bilinearly over the image it belongs to."""
+    height, width = image.shape[:2]
+    full = F.interpolate(values[None, None].double(), (height, width), mode="bilinear", align_corners=False)[0, 0]
+    mixed = (1 - strength) * image.astype(np.float64) + strength * colour(full, low, high)
+    return np.round(mixed).astype(np.uint8)
+
+
+def sheet(rows: Sequence[Sequence[Pixels]], gap: int = 4, background: tuple[int, int, int] = (255, 255, 255)) -> Pixels:
+    """Tiles of one size, laid out in rows."""
+    tall, wide = rows[0][0].shape[:2]
+    across = max(len(row) for row in rows)
+    page = np.empty(((tall + gap) * len(rows) - gap, (wide + gap) * across - gap, 3), np.uint8)
+    page[:] = background
+    for i, row in enumerate(rows):
+        for j, tile in enumerate(row):
+            page[i * (tall + gap) : i * (tall + gap) + tall, j * (wide + gap) : j * (wide + gap) + wide] = tile
+    return page
+
+
+def png(pixels: Pixels) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG", optimize=True)
+    return out.getvalue()

@@ -1,0 +1,1 @@
+"""Images in. `digits.py`: the small set that the demo learns."""

@@ -1,0 +1,180 @@
+"""`dmst demo` (and `make demo`): a DMST learns to read digits on a CPU beside its twins, and a page shows what it computes.
+
+    runs/demo/report.html     the page
+    runs/demo/results.json    every number of it: recipe, versions, one entry a run
+    runs/demo/models/         the trained networks, for dmst.load_model
+
+Runs are shared out to one process per core, each on one thread, so figures do not depend on how many cores there are.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import queue
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import dmst
+from dmst.data.digits import digits
+from dmst.demo.training import Recipe, Run, train
+from dmst.errors import DmstError, OptionError
+from dmst.models import load_model, save_model
+
+TWINS = ("tost_digits", "vit_digits")
+PATIENCE = 300.0  # seconds without a word from any run
+
+
+class Job(NamedTuple):
+    model: str
+    seed: int
+
+    @property
+    def folder(self) -> str:
+        return f"{self.model}-seed{self.seed}"
+
+
+class Results(NamedTuple):
+    runs: list[Run]
+    recipe: Recipe
+    seconds: float
+
+    def of(self, model: str) -> list[Run]:
+        return sorted((run for run in self.runs if run.model == model), key=lambda run: run.seed)
+
+
+def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = Recipe.epochs, workers: int | None = None) -> Path:
+    """Train, print the table, write the report; returns its path."""
+    for name, value, low in (("seeds", seeds, 1), ("epochs", epochs, 1), ("workers", 1 if workers is None else workers, 1)):
+        if type(value) is not int or value < low:
+            raise OptionError(f"{name} is {value!r}: it must be a whole number of at least {low}.")
+    digits()  # a missing library is said before anything starts
+    out, console, recipe = Path(out), Console(), Recipe(epochs=epochs)
+    jobs = [Job("vit_digits", 0), *(Job("dmst_digits", seed) for seed in range(seeds)), Job("tost_digits", 0)]
+    models = out / "models"
+    shutil.rmtree(models, ignore_errors=True)
+    models.mkdir(parents=True)
+    workers = min(workers or os.cpu_count() or 1, len(jobs))
+    console.print(f"[bold]dmst demo[/]: {len(jobs)} small networks learn to read digits, {workers} at a time on the CPU.")
+    begun = time.perf_counter()
+    runs = _train_all(jobs, models, recipe, workers, console)
+    results = Results(runs, recipe, time.perf_counter() - begun)
+    (out / "results.json").write_text(json.dumps(_record(results), indent=1) + "\n")
+    console.print(_table(results))
+    from dmst.demo.page import write_page
+
+    best = [load_model(models / Job(name, 0).folder) for name in ("dmst_digits", *TWINS)]
+    report = write_page(out / "report.html", results, *best)
+    console.print(f"[bold green]The report is {report}[/]: open it in a browser; it needs no network.")
+    console.print(
+        "Next: the tutorial, docs/tutorial.md; `dmst models` lists the networks; "
+        f'`dmst.load_model("{models / Job("dmst_digits", 0).folder}")` loads the one you just trained.'
+    )
+    return report
+
+
+def _train_all(jobs: Sequence[Job], folder: Path, recipe: Recipe, workers: int, console: Console) -> list[Run]:
+    """Every job in a process of its own, at most `workers` at a time; a bar for each."""
+    context = multiprocessing.get_context("spawn")
+    news: Any = context.Queue()
+    waiting, runs = list(enumerate(jobs)), {}
+    running: dict[int, Any] = {}
+    columns = (
+        TextColumn("{task.description:<13}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("epochs"),
+        TimeElapsedColumn(),
+    )
+    try:
+        with Progress(*columns, TextColumn("{task.fields[said]}"), console=console) as progress:
+            bars = [progress.add_task(f"{j.model}", total=recipe.epochs, said="", start=False) for j in jobs]
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    index, job = waiting.pop(0)
+                    running[index] = context.Process(target=_work, args=(index, job, folder, recipe, news), daemon=True)
+                    running[index].start()
+                    progress.start_task(bars[index])
+                index, kind, what = _next(news, running)
+                if kind == "failed":
+                    raise DmstError(f"the run of {jobs[index].model} failed: {what}")
+                if kind == "epoch":
+                    progress.update(bars[index], advance=1, said=f"held-out {what:.1%}")
+                else:
+                    runs[index] = Run(**what)
+                    running.pop(index).join()
+    finally:
+        for process in running.values():
+            process.terminate()
+    return [runs[index] for index in range(len(jobs))]
+
+
+def _next(news: Any, running: dict[int, Any]) -> tuple[int, str, Any]:
+    """The next word from a run. A process that died without one is a failure, not a wait."""
+    asked = time.monotonic()
+    while True:
+        try:
+            return news.get(timeout=1)
+        except queue.Empty:
+            for index, process in running.items():
+                if process.exitcode is not None and news.empty():
+                    return index, "failed", f"its process ended with code {process.exitcode}"
+            if time.monotonic() - asked > PATIENCE:
+                return next(iter(running)), "failed", f"no epoch ended in {PATIENCE:.0f} s"
+
+
+def _work(index: int, job: Job, folder: Path, recipe: Recipe, news: Any) -> None:
+    """One run, in its own process."""
+    try:
+        torch.set_num_threads(1)
+        model, run = train(job.model, job.seed, digits(), recipe, lambda accuracy: news.put((index, "epoch", accuracy)))
+        save_model(model, folder / job.folder)
+        news.put((index, "done", asdict(run)))
+    except Exception as error:
+        news.put((index, "failed", f"{type(error).__name__}: {error}"))
+
+
+def _table(results: Results) -> Table:
+    table = Table("network", "attention", "held-out digits read", "runs", "parameters", "training images/s")
+    for name, *rest in summary(results):
+        table.add_row(name, *rest, style="bold" if name == "dmst_digits" else None)
+    return table
+
+
+def summary(results: Results) -> list[tuple[str, ...]]:
+    """One row a network, as text: name, operator, accuracy, runs, parameters, speed on one core."""
+    rows: list[tuple[str, ...]] = []
+    for name in ("dmst_digits", *TWINS):
+        runs = results.of(name)
+        read = torch.tensor([run.accuracies[-1] for run in runs], dtype=torch.float64)
+        spread = f" ± {read.std() * 100:.1f}" if len(runs) > 1 else ""
+        speed = sum(run.images for run in runs) / sum(run.seconds for run in runs)
+        operator = dmst.models.model_config(name).operator
+        rows.append(
+            (name, operator, f"{read.mean() * 100:.1f} %{spread}", str(len(runs)), f"{runs[0].parameters:,}", f"{speed:,.0f}")
+        )
+    return rows
+
+
+def versions() -> dict[str, str]:
+    return {"dmst": dmst.__version__, "torch": torch.__version__, "Python": platform.python_version()}
+
+
+def _record(results: Results) -> dict[str, Any]:
+    return {
+        "recipe": asdict(results.recipe),
+        "versions": versions(),
+        "seconds": round(results.seconds, 1),
+        "runs": [asdict(run) for run in results.runs],
+    }

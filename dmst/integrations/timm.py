@@ -1,0 +1,91 @@
+"""Importing this module registers every model of the zoo with timm.
+
+    import timm, dmst.integrations.timm
+    model = timm.create_model("dmst_small_patch16_224", num_classes=10)
+    model = timm.create_model("local-dir:folder", pretrained=True)       a folder that dmst.save_model or timm wrote
+
+timm's training script: `train.py --device-modules dmst.integrations.timm --model dmst_tiny_patch16_224`. Names are the zoo's,
+but timm has a vit_* of its own, so ours are dmst_vit_*. Keywords are timm's, the fields of ModelConfig and the options of the
+operator. No weights are published, so `pretrained=True` with a name alone is timm's error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor
+
+from dmst.errors import need
+from dmst.models import VisionModel, zoo
+
+need("torchvision", "timm")  # timm needs it, and a torchvision built for another torch fails: first, so that the error names it
+layers, models = need("timm.layers", "timm"), need("timm.models", "timm")
+
+
+def _cfg(name: str) -> dict[str, Any]:
+    """timm writes tuples where JSON has lists."""
+    told = zoo.pretrained_cfg(zoo.model_config(name))
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
+
+
+# timm looks for this name in the module of an entry point; "untrained" is its word for a configuration without weights
+default_cfgs = models.generate_default_cfgs({f"{zoo.timm_name(name)}.untrained": _cfg(name) for name in zoo.MODELS})
+
+
+def _build(
+    name: str,
+    pretrained: bool = False,
+    *,
+    pretrained_cfg: Any = None,
+    pretrained_cfg_overlay: dict[str, Any] | None = None,
+    in_chans: int | None = None,
+    out_indices: Any = 3,
+    **options: Any,
+) -> Any:
+    """What an entry point does: a VisionModel, or timm's wrapper around one with `features_only`."""
+    cfg = models.resolve_pretrained_cfg(zoo.timm_name(name), pretrained_cfg, pretrained_cfg_overlay)
+    return models.build_model_with_cfg(
+        partial(zoo.create_model, name, in_chans=cfg.input_size[0] if in_chans is None else in_chans),
+        zoo.timm_name(name),
+        pretrained,
+        pretrained_cfg=cfg,
+        pretrained_filter_fn=_fit,
+        kwargs_filter=("in_chans",),  # from timm: it takes all weights for those of three channels, and drops the others
+        feature_cfg={"feature_cls": "getter", "out_indices": out_indices},
+        **options,
+    )
+
+
+def _fit(weights: dict[str, Tensor], model: VisionModel) -> dict[str, Tensor]:
+    """Weights of another size of image or number of channels, adapted as timm adapts its own; what cannot be stays as it is."""
+    config, cfg = model.config, cast("dict[str, Any]", model.pretrained_cfg)  # timm has just put it there
+    first = f"{cfg['first_conv']}.weight"
+    kernel, table = weights.get(first), weights.get("position.table")
+    if kernel is not None and kernel.ndim == 4 and kernel.shape[1] == 3:
+        weights[first] = models.adapt_input_conv(config.in_chans, kernel)
+    if table is not None:
+        count = len(table) - config.prefix
+        stated = tuple(side // config.patch_size for side in cfg["input_size"][1:])
+        square = (math.isqrt(count),) * 2
+        old = next((grid for grid in (stated, config.grid, square) if math.prod(grid) == count), config.grid)
+        if old != config.grid:
+            weights["position.table"] = layers.resample_abs_pos_embed(table[None], config.grid, old, config.prefix)[0]
+    return weights
+
+
+def _entry_point(name: str) -> Callable[..., Any]:
+    def entry_point(pretrained: bool = False, **options: Any) -> Any:
+        return _build(name, pretrained, **options)
+
+    entry_point.__name__ = entry_point.__qualname__ = zoo.timm_name(name)
+    entry_point.__doc__ = f"{name} of dmst.models.zoo, for timm.create_model."
+    return entry_point
+
+
+for _name in zoo.MODELS:
+    # a reload finds its names there: they call the new _build
+    if not models.is_model_in_modules(zoo.timm_name(_name), {"timm"}):
+        models.register_model(_entry_point(_name))

@@ -1,0 +1,231 @@
+"""Every parameter count that the reference states, to the digit. Built on meta: shapes without numbers.
+
+Each row says which classifier it counts (`classes`; 0 is none). Where a count is ours, its formula stands beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dmst.models import VisionModel, create_model, list_models, model_config
+
+SIZES = ("tiny", "small", "medium", "large")
+
+
+def count(name: str, **options: Any) -> int:
+    return parameters(create_model(name, device="meta", **options))
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(x.numel() for x in module.parameters())
+
+
+# --- one skeleton, every operator ------------------------------------------------------------------------------------
+
+COLUMNS: dict[str, dict[str, Any]] = {
+    "tssa": {"operator": "tssa"},
+    "dmsa": {"operator": "dmsa"},
+    "mhsa": {"operator": "mhsa"},
+    "xca": {"operator": "xca"},
+    "mssa": {"operator": "mssa"},
+    "dmsa equation": {"operator": "dmsa", "mode": "equation"},
+}
+# (size, classes) -> one count a column; patch 16, biases, two class-attention blocks
+TABLE: dict[tuple[str, int], tuple[int, ...]] = {
+    ("tiny", 10): (5_578_258, 5_587_426, 6_467_554, 6_467_602, 5_578_210, 5_142_754),
+    ("tiny", 1000): (5_769_328, 5_778_496, 6_658_624, 6_658_672, 5_769_280, 5_333_824),
+    ("small", 10): (22_208_794, 22_245_562, 25_756_858, 25_756_954, 22_208_698, 20_471_482),
+    ("small", 1000): (22_589_944, 22_626_712, 26_138_008, 26_138_104, 22_589_848, 20_852_632),
+    ("medium", 10): (70_973_194, 71_071_306, 83_580_490, 83_580_682, 70_973_002, 64_767_562),
+    ("medium", 1000): (71_481_064, 71_579_176, 84_088_360, 84_088_552, 71_480_872, 65_275_432),
+    ("large", 10): (159_525_610, 159_820_138, 187_873_642, 187_874_026, 159_525_226, 145_645_930),
+    ("large", 1000): (160_286_920, 160_581_448, 188_634_952, 188_635_336, 160_286_536, 146_407_240),
+}
+CELLS = [
+    pytest.param(size, classes, column, expected, id=f"{size}-{classes}-{column}")
+    for (size, classes), row in TABLE.items()
+    for column, expected in zip(COLUMNS, row, strict=True)
+]
+
+
+@pytest.mark.parametrize(("size", "classes", "column", "expected"), CELLS)
+def test_operators_on_one_skeleton(size: str, classes: int, column: str, expected: int) -> None:
+    options = COLUMNS[column] | {"num_classes": classes}
+    assert count(f"tost_{size}", **options) == count(f"dmst_{size}", **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "classes", "tssa", "dmsa"),
+    [
+        ("tiny", {"patch_size": 8}, 1000, 5_759_560, 5_768_728),
+        ("small", {"patch_size": 8}, 1000, 22_549_672, 22_586_440),
+        ("tiny", {}, 0, 5_576_328, 5_585_496),
+        ("small", {}, 0, 22_204_944, 22_241_712),
+        ("tiny", {}, 100, 5_595_628, 5_604_796),
+        ("small", {}, 100, 22_243_444, 22_280_212),
+    ],
+)
+def test_other_patches_and_heads(size: str, options: dict[str, Any], classes: int, tssa: int, dmsa: int) -> None:
+    assert count(f"tost_{size}", num_classes=classes, **options) == tssa
+    assert count(f"dmst_{size}", num_classes=classes, **options) == dmsa
+    if options:  # the same under the name of its own
+        assert count(f"tost_{size}_patch8_224") == tssa
+        assert count(f"dmst_{size}_patch8_224") == dmsa
+
+
+def test_the_named_models_are_those_of_the_table() -> None:
+    """By name alone: 1000 classes."""
+    for size in SIZES:
+        tssa, dmsa = TABLE[size, 1000][:2]
+        assert (count(f"tost_{size}"), count(f"dmst_{size}")) == (tssa, dmsa)
+        assert (count(f"tost_{size}_patch16_224"), count(f"dmst_{size}_patch16_224")) == (tssa, dmsa)
+
+
+@pytest.mark.parametrize("operator", ["tpusa", "tpsusa", "gated_channel"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_variants_count_as_dmsa(size: str, operator: str) -> None:
+    """1000 and 10 classes."""
+    for classes in (1000, 10):
+        assert count(f"dmst_{size}", operator=operator, num_classes=classes) == TABLE[size, classes][1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("classes", [10, 1000])
+def test_differences_by_rule(size: str, classes: int) -> None:
+    """What one operator has and another has not, from d, k and depth alone."""
+    config = model_config(f"dmst_{size}")
+    d, k, depth = config.dim, config.num_heads, config.depth
+    found = {name: count(f"dmst_{size}", num_classes=classes, **options) for name, options in COLUMNS.items()}
+    assert found["dmsa"] - found["tssa"] == depth * (d * k - k)  # assign added, temperature removed
+    assert found["tssa"] - found["mssa"] == depth * k  # the temperature
+    assert found["xca"] - found["mhsa"] == depth * k
+    assert found["mhsa"] - found["mssa"] == depth * 2 * (d * d + d)  # three projections instead of one
+    assert found["dmsa"] - found["dmsa equation"] == depth * (d * d + d)  # the output, weight and bias
+    assert count(f"dmst_{size}", num_classes=classes, qkv_bias=False) == found["dmsa"] - (depth + 2 * 3) * d
+    assert count(f"dmst_{size}", num_classes=classes, layer_scale=None) == found["dmsa"] - (depth + 2) * 2 * d
+
+
+def test_the_differences_of_the_paper() -> None:
+    assert TABLE["tiny", 10][1] - TABLE["tiny", 10][0] == 9_168
+    assert TABLE["small", 10][1] - TABLE["small", 10][0] == 36_768
+
+
+@pytest.mark.parametrize(("size", "expected"), [("tiny", 5_140_474), ("small", 20_466_898)])
+def test_proximal(size: str, expected: int) -> None:
+    """10 classes. Per block, beside `equation`: one step size theta more, one LayerScale number instead of d (the
+    feed-forward keeps its vector)."""
+    config = model_config(f"dmst_{size}")
+    tied = TABLE[size, 10][5]
+    assert count(f"dmst_{size}", mode="proximal", num_classes=10) == expected == tied + config.depth * (1 - (config.dim - 1))
+    assert count(f"dmst_{size}", operator="tpsusa", mode="proximal", num_classes=10) == expected
+
+
+# --- what the paper prints -------------------------------------------------------------------------------------------
+
+
+def test_the_printed_figures_by_the_adopted_reading() -> None:
+    """5.57 / 5.58 / 22.20 / 22.25 M: 10 classes, three truncated and the last rounded; no other head gives the last."""
+    printed = {("tost", "tiny"): 5.57, ("dmst", "tiny"): 5.58, ("tost", "small"): 22.20, ("dmst", "small"): 22.25}
+    for (family, size), figure in printed.items():
+        hundredths = count(f"{family}_{size}", num_classes=10) / 1e4
+        shorten = round if figure == 22.25 else math.floor
+        assert shorten(hundredths) == round(100 * figure)
+    for classes in (0, 100, 1000):
+        hundredths = count("dmst_small", num_classes=classes) / 1e4
+        assert 2225 not in (round(hundredths), math.floor(hundredths))
+
+
+# --- the small models of the ablations, 10 classes -------------------------------------------------------------------
+
+
+def test_cifar_models() -> None:
+    """Reading (a): depth 8, patch 4 by a stem whose first stride is 1, the mean of the patches; no class token at all."""
+    assert count("tost_cifar") == 3_193_242
+    for operator in ("dmsa", "tpusa", "tpsusa", "gated_channel"):
+        assert count("dmst_cifar", operator=operator) == count("tost_cifar", operator=operator) == 3_199_354
+    assert [round(n / 1e4) for n in (3_193_242, 3_199_354)] == [319, 320]  # as printed: 3.19 and 3.20 M
+    assert count("dmst_cifar", patch_size=8) == 3_199_354  # strides do not change the count
+    d, k, depth = 192, 4, 8
+    mssa = 3_193_242 - depth * k
+    assert count("vit_cifar") == mssa + depth * 2 * (d * d + d)
+    mlp_step = 2 * d * 4 * d + 5 * d + d + 2 * d  # two maps with biases, a LayerScale, a norm
+    ista = d * d + 2 * d  # a dictionary, a norm
+    assert count("crate_cifar") == mssa - depth * (d + d + mlp_step - ista)  # no input bias, no LayerScale
+
+
+def test_the_other_readings_of_the_ablation() -> None:
+    b = {"mlp_ratio": 2.0, "readout_depth": 1, "patch_size": 8, "img_size": 32, "num_classes": 10}
+    assert count("tost_tiny", qkv_bias=False, **b) == 3_198_442
+    assert count("dmst_tiny", qkv_bias=False, **b) == 3_207_610
+    # (c) counts 17 places, one of them the class token's; here no class token is among the patches, so none is stored
+    assert count("tost_tiny", position="learned", **b) == 3_192_106 - 192
+    assert count("dmst_tiny", position="learned", **b) == 3_201_274 - 192
+
+
+def test_digits_models() -> None:
+    """10 classes, ours: 64 tokens of one pixel. stem + Fourier map + blocks + norm + classifier."""
+    d, k, depth, channels = 32, 4, 4, (1, 8, 16, 32)
+    stem = sum(9 * a * b + 2 * b for a, b in zip(channels[:-1], channels[1:], strict=True))
+    block = 2 * (d * d + d) + d * k + 8 * d * d + 5 * d + 2 * 2 * d + 2 * d  # operator, mlp, two norms, two scales
+    assert count("dmst_digits") == stem + (64 * d + d) + depth * block + 2 * d + 10 * (d + 1) == 51_554
+    assert count("tost_digits") == 51_554 - depth * (d * k - k)
+
+
+# --- families of their own, 1000 classes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [("tiny", 6_090_856), ("small", 13_116_328), ("base", 22_796_008), ("large", 77_641_192)]
+)
+def test_crate(size: str, expected: int) -> None:
+    assert count(f"crate_{size}", num_classes=1000) == count(f"crate_{size}") == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [("tiny", 5_717_416), ("small", 22_050_664), ("base", 86_567_656), ("large", 304_326_632)]
+)
+def test_vit_counts_as_published(size: str, expected: int) -> None:
+    """224 pixels, patch 16: the counts of timm's vit_*_patch16_224."""
+    assert count(f"vit_{size}_patch16_224", num_classes=1000) == expected
+
+
+# --- nothing dead, nothing twice -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_only_parameters_and_batch_norm_are_stored(name: str) -> None:
+    """At full size: no parameter is counted twice or shared, and the only buffers are those of batch norm."""
+    model = create_model(name, device="meta")
+    every = [x for _, x in model.named_parameters(remove_duplicate=False)]
+    assert len({id(x) for x in every}) == len(every)
+    stored = sum(x.numel() for x in model.state_dict().values())
+    norms = sum(2 * m.num_features + 1 for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    assert stored == parameters(model) + norms
+    parts = (model.stem, model.position, model.blocks, model.class_blocks, model.norm, model.head)
+    token = 0 if model.cls_token is None else model.config.dim
+    assert sum(map(parameters, parts)) + token == parameters(model)
+    assert (model.cls_token is None) == (model.config.readout == "mean")
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_no_parameter_is_dead(name: str) -> None:
+    """The named model made narrow: a random loss moves every one of its parameters."""
+    model = awake(create_model(name, dim=24, depth=2, num_heads=3, img_size=2 * model_config(name).patch_size))
+    logits = model(torch.randn(3, model.config.in_chans, *model.config.img_size))  # type: ignore[misc]
+    (logits * torch.randn_like(logits)).sum().backward()
+    for key, x in model.named_parameters():
+        assert x.grad is not None and x.grad.abs().sum() > 0, key
+
+
+def awake(model: VisionModel) -> VisionModel:
+    """Weights at which every path carries something: at the published start a LayerScale of 1e-5 hides half of them."""
+    with torch.no_grad():
+        for key, x in model.named_parameters():
+            if key.endswith("scale"):
+                x.fill_(0.5)
+    return model

@@ -1,0 +1,118 @@
+"""Layer-wise rates: the numbers of `objective` on what the layers computed, streamed without changing them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dmst import create_model, objective
+from dmst.analysis.rates import QUANTITIES, layer_rates, rates_of
+from dmst.errors import OptionError, UnknownNameError
+from dmst.models import VisionModel
+
+SMALL = {"dim": 24, "depth": 3, "num_heads": 3, "img_size": 8}
+
+
+def model(name: str = "dmst_digits", **options: object) -> VisionModel:
+    network = create_model(name, **{**SMALL, **options}).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return network
+
+
+IMAGES = torch.randn(7, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def test_the_published_convention_written_out() -> None:
+    """Unit-length tokens in each head, c = p/eps^2, memberships that sum to 1, silent heads left out: by loops."""
+    network = model()
+    found = layer_rates(network, IMAGES, eps=0.1).mean["variational"]
+    for layer, traced in enumerate(network.trace(IMAGES).layers):
+        s, pi, g = (x.double() for x in traced.parts[:3])
+        b, k, n, p = s.shape
+        total = 0.0
+        for i in range(b):
+            share = pi[i] / pi[i].sum(0)
+            for head in range(k):
+                if g[i, head] == 0:
+                    continue
+                unit = s[i, head] / s[i, head].norm(dim=-1, keepdim=True)
+                mass = share[head].sum()
+                moment = (share[head][:, None] * unit**2).sum(0) / mass
+                total += 0.5 * mass / n * sum(math.log(1 + p / 0.01 * float(m)) for m in moment)
+        assert found[layer] == pytest.approx(float(total) / b, rel=1e-5)
+
+
+@torch.no_grad()
+def test_every_quantity_is_the_objective_of_the_parts() -> None:
+    network = model()
+    block, traced = network.blocks[1], network.trace(IMAGES).layers[1]
+    found = rates_of(traced.normed, traced.parts, block.operator, eps=0.5)
+    pi = traced.parts.membership
+    share = pi / pi.sum(1, keepdim=True)
+    assert set(found) == set(QUANTITIES)
+    assert torch.allclose(found["coding"], objective.coding_rate(traced.normed, eps=0.5).double())
+    complete = objective.complete_rate(traced.normed, block.operator.subspaces(), share, eps=0.5)
+    assert torch.allclose(found["complete"].float(), complete)
+    assert torch.equal(found["active"], (traced.parts.gate != 0).sum(-1).double())
+    assert torch.allclose(found["mass"], pi.sum(1).mean(-1))
+    assert (found["raw"] > found["variational"]).all() or (found["mass"] < 1).any()
+
+
+def test_it_streams() -> None:
+    """Batches of any size give the mean and standard deviation of the whole, with empty ones among them."""
+    network = model()
+    whole = layer_rates(network, IMAGES, batch_size=64)
+    parts = layer_rates(network, iter([IMAGES[:3], IMAGES[:0], IMAGES[3:4], IMAGES[4:]]))
+    assert whole.images == parts.images == 7
+    for name in QUANTITIES:
+        assert parts.mean[name] == pytest.approx(whole.mean[name], rel=1e-6)
+        assert parts.std[name] == pytest.approx(whole.std[name], rel=1e-5, abs=1e-9)
+    one = [layer_rates(network, IMAGES[i : i + 1]).mean["complete"][2] for i in range(7)]
+    assert whole.mean["complete"][2] == pytest.approx(sum(one) / 7, rel=1e-6)
+    assert whole.std["complete"][2] == pytest.approx(torch.tensor(one, dtype=torch.float64).std().item(), rel=1e-4)
+
+
+@torch.no_grad()
+def test_the_output_is_after_the_step_with_memberships_anew() -> None:
+    network = model()
+    block, traced = network.blocks[0], network.trace(IMAGES).layers[0]
+    tokens = block.norm(traced.after_operator)
+    parts = block.operator.decompose(tokens)
+    expected = rates_of(tokens, parts, block.operator)["variational"].double().mean().item()
+    found = layer_rates(network, IMAGES, at="output")
+    assert found.mean["variational"][0] == pytest.approx(expected, rel=1e-6)
+    assert "output" in found.convention and "7 images" in found.convention
+
+
+@pytest.mark.parametrize("name", ["tost_digits", "vit_digits", "crate_digits"])
+def test_other_families(name: str) -> None:
+    found = layer_rates(model(name), IMAGES)
+    assert all(math.isfinite(x) for x in found.mean["coding"])
+    has_membership = name == "tost_digits"
+    assert all(math.isfinite(x) is has_membership for x in found.mean["variational"])
+    if has_membership:
+        assert found.mean["active"] == [3.0] * 3
+        assert found.mean["mass"] == pytest.approx([1.0] * 3, rel=1e-6)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    network = model().train()
+    before = {name: x.clone() for name, x in network.state_dict().items()}
+    layer_rates(network, IMAGES)
+    assert network.training and network.blocks[0].training
+    assert all(torch.equal(x, before[name]) for name, x in network.state_dict().items())
+    assert all(p.grad is None for p in network.parameters())
+
+
+def test_bad_input() -> None:
+    with pytest.raises(OptionError, match="no images"):
+        layer_rates(model(), [])
+    with pytest.raises(UnknownNameError, match="input"):
+        layer_rates(model(), IMAGES, at="inputs")
+    with pytest.raises(OptionError, match="eps"):
+        layer_rates(model(), IMAGES, eps=0.0)

@@ -1,0 +1,210 @@
+"""Maps, charts and the page: exactly what was computed, everything inside one file, nothing asked from outside."""
+
+from __future__ import annotations
+
+import base64
+import html.parser
+import io
+import itertools
+import math
+import re
+import xml.etree.ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dmst import create_model
+from dmst.analysis import charts, membership, report
+from dmst.analysis.membership import RAMP, colour, enlarge, gate_by_class, maps, overlay, picture, png, sheet
+from dmst.errors import OptionError
+
+# --- maps --------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_map_is_the_membership_itself() -> None:
+    model = create_model("dmst_digits", dim=16, depth=2).eval()
+    trace = model.trace(torch.randn(2, 1, 4, 12))
+    drawn = maps(trace, -1)
+    assert drawn.shape == (2, 4, 4, 12)
+    part = trace.layers[1].parts.membership
+    for row, column in ((0, 0), (2, 7), (3, 11)):
+        assert torch.equal(drawn[:, :, row, column], part[:, :, row * 12 + column])
+
+
+@torch.no_grad()
+def test_a_map_leaves_the_class_token_out() -> None:
+    model = create_model("vit_tiny", operator="dmsa", dim=16, depth=1, num_heads=2, img_size=32, in_chans=1).eval()
+    trace = model.trace(torch.randn(1, 1, 32, 48))
+    assert trace.prefix == 1
+    assert torch.equal(maps(trace, 0).flatten(2), trace.layers[0].parts.membership[..., 1:])
+
+
+@torch.no_grad()
+def test_what_was_not_computed_is_not_drawn() -> None:
+    trace = create_model("vit_digits", dim=16, depth=1).eval().trace(torch.randn(1, 1, 8, 8))
+    with pytest.raises(OptionError, match="no memberships"):
+        maps(trace, 0)
+    with pytest.raises(OptionError, match="layers 0 to 0"):
+        maps(trace, 1)
+
+
+def test_colours() -> None:
+    drawn = colour(torch.tensor([[0.0, 1.0, 0.5, -3.0, 9.0]]))
+    assert drawn.dtype == np.uint8
+    assert tuple(drawn[0, 0]) == tuple(drawn[0, 3]) == tuple(RAMP[0].astype(int))
+    assert tuple(drawn[0, 1]) == tuple(drawn[0, 4]) == tuple(RAMP[-1].astype(int))
+    grey = colour(torch.linspace(0, 1, 50)[None])[0].astype(float) @ [0.299, 0.587, 0.114]
+    assert (np.diff(grey) >= -0.5).all() and grey[-1] - grey[0] > 150  # brightness alone tells the order
+    assert tuple(colour(torch.tensor([[2.0]]), 1.0, 3.0)[0, 0]) == tuple(drawn[0, 2])
+
+
+def test_pictures_tiles_and_overlays() -> None:
+    image = torch.tensor([[[-1.0, 1.0], [0.0, 1.0]]])
+    pixels = picture(image)
+    assert pixels.shape == (2, 2, 3) and pixels[0, 0, 0] == 0 and pixels[0, 1, 2] == 255
+    assert picture(torch.randn(3, 2, 2)).shape == (2, 2, 3)
+    assert picture(torch.zeros(1, 2, 2)).max() == 0  # a constant image divides by nothing
+    big = enlarge(pixels, 3)
+    assert big.shape == (6, 6, 3) and (big[:3, :3] == pixels[0, 0]).all()
+    page = sheet([[big, big], [big]], gap=2)
+    assert (
+        page.shape == (14, 14, 3) and (page[6:8] == 255).all() and (page[8:, :6] == big).all() and (page[8:, 8:] == 255).all()
+    )
+    assert (overlay(big, torch.ones(1, 1), strength=1.0) == RAMP[-1]).all()
+    assert (overlay(big, torch.ones(1, 1), strength=0.0) == big).all()
+    back = np.asarray(Image.open(io.BytesIO(png(page))))
+    assert (back == page).all()
+
+
+def test_gates_by_class() -> None:
+    gates = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]])
+    found = gate_by_class(gates, torch.tensor([2, 2, 0]), 3)
+    assert found[2].tolist() == [0.75, 0.25] and found[0].tolist() == [0.0, 1.0]
+    assert found[1].isnan().all()
+
+
+# --- charts ------------------------------------------------------------------------------------------------------------
+
+
+def svg(chart: str) -> xml.etree.ElementTree.Element:
+    return xml.etree.ElementTree.fromstring(re.search(r"<svg.*?</svg>", chart, re.DOTALL)[0])
+
+
+def test_a_line_goes_through_its_points() -> None:
+    """Placed to scale: the middle value lies in the middle, and every point says its number."""
+    chart = charts.line_chart([charts.Line("a<b", [1, 2, 3], [0.0, 5.0, 10.0], [0, 4, 9], [1, 6, 10])], "layer", "nats")
+    drawn = svg(chart)
+    dots = drawn.findall("circle")
+    ys = [float(dot.get("cy")) for dot in dots]
+    xs = [float(dot.get("cx")) for dot in dots]
+    assert ys[1] == pytest.approx((ys[0] + ys[2]) / 2, abs=0.1) and ys[0] > ys[2]
+    assert xs[1] == pytest.approx((xs[0] + xs[2]) / 2, abs=0.1)
+    assert dots[1].find("title").text == "a<b, layer 2: 5.00 (4.00 to 6.00)"
+    assert len(drawn.find("polygon").get("points").split()) == 6
+    assert "a&lt;b" in chart and "a<b" not in chart
+
+
+def test_points_that_do_not_exist_are_left_out() -> None:
+    chart = charts.line_chart([charts.Line("a", [1, 2, 3], [1.0, math.nan, 3.0])], "x", "y")
+    assert len(svg(chart).findall("circle")) == 2 and "nan" not in chart
+    assert "Nothing to draw" in charts.line_chart([charts.Line("a", [1], [math.nan])], "x", "y")
+    assert "Nothing to draw" in charts.line_chart([], "x", "y")
+    svg(charts.line_chart([charts.Line("a", [1], [2.0])], "x", "y"))  # one point: no division by its width
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.93, 0.99), (-5, 1234), (3, 3), (1e-6, 2e-6), (1, 16)])
+def test_ticks_are_round_and_cover(low: float, high: float) -> None:
+    found = charts.ticks(low, high)
+    assert (found[0] <= low + 1e-9 and found[-1] >= high - 1e-9 and 2 <= len(found) <= 12) or low == high
+    assert all(b > a for a, b in itertools.pairwise(found))
+    assert all(x == int(x) for x in charts.ticks(1, 16, whole=True))
+
+
+def test_cells() -> None:
+    text = charts.cells([[0.0, 0.5], [1.0, math.nan]], ["<r>", "s"], ["a", "b"], groups=[("g", 2)], corner="c")
+    assert "&lt;r&gt;" in text and "<r>" not in text
+    assert text.count('class="zero') == 2 and ">0<" in text and ">1.00<" in text and "--v:0.500" in text
+    assert 'colspan="2"' in text
+
+
+# --- the page ----------------------------------------------------------------------------------------------------------
+
+
+class Reader(html.parser.HTMLParser):
+    """Tags that close, ids, and every address that the page names."""
+
+    VOID = frozenset({"meta", "img", "input", "br", "line", "polyline", "polygon"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.ids: list[str] = []
+        self.tags: set[str] = set()
+        self.without_alt = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        said = dict(attrs)
+        self.tags.add(tag)
+        self.addresses += [
+            value for name, value in attrs if name in ("src", "href", "srcset", "action", "xlink:href") and value
+        ]
+        self.ids += [said["id"]] if said.get("id") else []
+        self.without_alt += tag == "img" and not said.get("alt")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag
+
+
+def check_page(path: Path) -> Reader:
+    """Well formed, self-contained, no script."""
+    text = path.read_text(encoding="utf-8")
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == []
+    assert all(address.startswith(("#", "data:image/png;base64,")) for address in reader.addresses)
+    assert all(address[1:] in reader.ids for address in reader.addresses if address.startswith("#"))
+    assert len(set(reader.ids)) == len(reader.ids)
+    assert not reader.tags & {"script", "link", "iframe", "object", "embed", "base"}
+    assert reader.without_alt == 0
+    assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
+    assert "Content-Security-Policy" in text
+    for picture_address in (a for a in reader.addresses if a.startswith("data:")):
+        Image.open(io.BytesIO(base64.b64decode(picture_address.partition(",")[2]))).verify()
+    return reader
+
+
+def test_the_page_holds_everything(tmp_path: Path) -> None:
+    pixels = colour(torch.rand(4, 5))
+    views = [("one", report.image(pixels, "a map", 40)), ("two", report.ramp(0, 1, "membership"))]
+    body = report.tabs("t", views, chosen=1) + report.table(["<a>"], [["<b>"]]) + report.tiles([("98 %", "read & kept")])
+    path = report.write_report(
+        tmp_path / "deep" / "page.html", "A <title>", "<p>lead</p>", [report.Section("S & T", body)], "end"
+    )
+    check_page(path)
+    text = path.read_text()
+    assert "A &lt;title&gt;" in text and "S &amp; T" in text and "&lt;b&gt;" in text and "read &amp; kept" in text
+    assert 'width="40" height="32"' in text
+    assert text.count(" checked>") == 1 and 'id="t1" checked' in text
+
+
+def test_tabs_have_a_rule_for_every_view(tmp_path: Path) -> None:
+    path = report.write_report(tmp_path / "p.html", "t", "", [])
+    assert f"input:nth-of-type({report.MOST_TABS}):checked~.view:nth-of-type({report.MOST_TABS})" in path.read_text()
+
+
+def test_the_room_exports_what_it_names() -> None:
+    import dmst.analysis
+
+    assert all(getattr(dmst.analysis, name) is not None for name in dmst.analysis.__all__)
+    assert membership.maps is dmst.analysis.maps

@@ -1,0 +1,501 @@
+"""What timm asks of a model, of every model of the zoo, made small: each keeps its stem, positions, feed-forward and readout.
+
+Then what only this bridge has: names beside timm's own, its files and ours, and oracles: timm's ViT and parts of its XCiT.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dmst
+from dmst.errors import MissingExtraError, UnknownNameError
+from dmst.models.class_attention import ClassAttentionBlock
+from dmst.models.config import ModelConfig
+from dmst.models.positions import FourierPosition
+from dmst.models.vision import VisionModel
+from dmst.models.zoo import MODELS, model_config, timm_name
+from tests.cases import gradients
+from tests.timm_here import integration, timm
+
+SMALL = {"dim": 32, "depth": 3, "num_heads": 2}
+GRID = (3, 2)
+FAMILIES = ["dmst_tiny_patch16_224", "tost_small_patch8_224", "vit_tiny_patch16_224", "crate_tiny_patch8_224", "dmst_cifar"]
+
+every_model = pytest.mark.parametrize("name", MODELS, ids=timm_name)
+one_of_each = pytest.mark.parametrize("name", FAMILIES, ids=timm_name)
+
+
+def small(name: str, **options: Any) -> dict[str, Any]:
+    """Keywords that make a named model small."""
+    patch = model_config(name).patch_size
+    return SMALL | {"img_size": (GRID[0] * patch, GRID[1] * patch)} | options
+
+
+def create(name: str, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return timm.create_model(timm_name(name), **small(name, **options))
+
+
+def images(model: VisionModel, batch: int = 2) -> Tensor:
+    return torch.randn(batch, model.config.in_chans, *model.config.img_size)  # type: ignore[misc]
+
+
+def same(a: nn.Module, b: nn.Module) -> None:
+    """Equal to the bit: names, order, values."""
+    left, right = a.state_dict(), b.state_dict()
+    assert list(left) == list(right)
+    for name, x in left.items():
+        assert torch.equal(x, right[name]), name
+
+
+# --- the registry ----------------------------------------------------------------------------------------------------
+
+
+def test_every_model_is_registered_under_a_name_of_its_own() -> None:
+    ours = {timm_name(name) for name in MODELS}
+    assert len(ours) == len(MODELS)
+    assert ours == set(timm.list_models(module="timm"))
+    assert all(timm.is_model(name) for name in ours)
+    assert set(timm.list_models("dmst_*")) == {name for name in ours if name.startswith("dmst_")}
+    assert timm.list_models("dmst_vit_tiny*") == ["dmst_vit_tiny_patch8_224", "dmst_vit_tiny_patch16_224"]
+    assert timm.list_models("crate_cifar", include_tags=True) == ["crate_cifar.untrained"]
+    assert timm.list_models("dmst_*", pretrained=True) == []
+
+
+@every_model
+def test_a_name_alone_gives_the_model_of_the_zoo(name: str) -> None:
+    """At full size, on the device that holds no numbers."""
+    assert timm.create_model(timm_name(name), device="meta").config == model_config(name)
+
+
+def test_tags() -> None:
+    model = timm.create_model("dmst_digits.untrained")
+    assert model.pretrained_cfg["tag"] == "untrained" and model.pretrained_cfg["architecture"] == "dmst_digits"
+    with pytest.raises(RuntimeError, match="Invalid pretrained tag"):
+        timm.create_model("dmst_digits.paper_in1k")
+
+
+def test_the_models_of_timm_are_still_its_own() -> None:
+    assert type(timm.create_model("vit_tiny_patch16_224", depth=1)) is timm.models.VisionTransformer
+    for name in timm.list_models("vit_*"):
+        assert timm.models.model_entrypoint(name).__module__.startswith("timm.")
+
+
+def test_a_second_import_is_silent_and_changes_nothing() -> None:
+    before = {name: timm.models.model_entrypoint(name) for name in timm.list_models(module="timm")}
+    importlib.reload(integration)
+    assert {name: timm.models.model_entrypoint(name) for name in timm.list_models(module="timm")} == before
+    assert timm.list_models("dmst_tiny_*", include_tags=True).count("dmst_tiny_patch16_224.untrained") == 1
+
+
+def test_without_timm_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "dmst.integrations.timm")
+    for name in ("timm", "timm.layers", "timm.models"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=r"timm.* pip install 'dmst\[timm\]'"):
+        importlib.import_module("dmst.integrations.timm")
+
+
+def test_a_broken_torchvision_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "dmst.integrations.timm")
+    monkeypatch.delitem(sys.modules, "torchvision")
+    with pytest.raises(MissingExtraError, match=r"torchvision could not be imported \(RuntimeError: operator .*dmst\[timm\]"):
+        importlib.import_module("dmst.integrations.timm")
+
+
+# --- what timm's tests ask of every model ----------------------------------------------------------------------------
+
+
+@every_model
+def test_forward(name: str) -> None:
+    model = create(name, num_classes=7)
+    assert type(model) is VisionModel
+    x = images(model)
+    for training in (True, False):
+        logits = model.train(training)(x)
+        assert type(logits) is Tensor and logits.shape == (2, 7) and logits.isfinite().all()
+    model.set_grad_checkpointing()
+    assert model.grad_checkpointing
+    torch.testing.assert_close(model(x), logits, rtol=1e-4, atol=1e-5)
+
+
+@one_of_each
+def test_gradient_checkpointing_takes_every_block_twice_and_changes_no_gradient(name: str) -> None:
+    model = create(name).train()
+    x, grad, calls = images(model), torch.randn(2, model.num_classes), []
+    for block in [*model.blocks, *model.class_blocks]:
+        block.register_forward_pre_hook(lambda *_: calls.append(1))  # the second time stops where nothing more is needed
+    wanted = gradients(model, x, grad)
+    once = len(calls)
+    model.set_grad_checkpointing()
+    found = gradients(model, x, grad)
+    assert once == len(model.blocks) + len(model.class_blocks) and len(calls) == 3 * once
+    assert wanted.keys() == found.keys()
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5)
+
+
+@every_model
+def test_backward_reaches_every_parameter(name: str) -> None:
+    model = create(name, num_classes=42).train()
+    logits = model(images(model))
+    assert logits.shape[-1] == 42 and not logits.isnan().any()
+    logits.mean().backward()
+    reached = [x for x in model.parameters() if x.grad is not None and x.grad.isfinite().all()]
+    assert sum(x.grad.numel() for x in reached) == sum(x.numel() for x in model.parameters())
+
+
+@every_model
+def test_default_configuration(name: str) -> None:
+    model = create(name).eval()
+    cfg, x, dim = model.default_cfg, images(model), SMALL["dim"]
+    assert cfg is model.pretrained_cfg
+    assert model.num_classes == cfg["num_classes"] == model_config(name).num_classes
+    assert model.num_features == model.head_hidden_size == model.embed_dim == dim
+    assert cfg["input_size"] == (model.config.in_chans, *model_config(name).img_size)  # type: ignore[misc]
+    parameters = dict(model.named_parameters())
+    assert f"{cfg['classifier']}.weight" in parameters and f"{cfg['first_conv']}.weight" in parameters
+
+    tokens = model.forward_features(x)
+    assert tokens.shape == (2, GRID[0] * GRID[1] + model.num_prefix_tokens, dim)
+    features = model.forward_head(tokens, pre_logits=True)
+    assert features.shape == (2, dim)
+    torch.testing.assert_close(model.get_classifier()(features), model(x))
+
+    model.reset_classifier(0)
+    assert model.num_classes == 0 and torch.equal(model(x), features)
+    model.reset_classifier(0, "")
+    assert model.global_pool == "" and torch.equal(model(x), tokens)
+    model.reset_classifier(11, "avg")
+    assert model(x).shape == (2, 11) and model.get_classifier().out_features == 11
+    headless = create(name, num_classes=0).eval()
+    assert type(headless.get_classifier()) is nn.Identity and headless(x).shape == (2, dim)
+
+
+@every_model
+def test_intermediates(name: str) -> None:
+    model = create(name).eval()
+    x, depth, config = images(model), SMALL["depth"], model.config
+    assert len(model.feature_info) == depth >= 3
+    assert all(row["num_chs"] == SMALL["dim"] and row["reduction"] == config.patch_size for row in model.feature_info)
+    assert all(model.get_submodule(row["module"]) is model.blocks[i] for i, row in enumerate(model.feature_info))
+
+    final, maps = model.forward_intermediates(x)
+    assert torch.equal(final, model.forward_features(x)) and len(maps) == depth
+    for row, seen in zip(model.feature_info, maps, strict=True):
+        assert seen.shape == (2, row["num_chs"], *(side // row["reduction"] for side in x.shape[2:]))
+        assert seen.is_contiguous()
+    assert torch.equal(model.forward_intermediates(x, 1, intermediates_only=True)[0], maps[-1])
+    first, last = model.forward_intermediates(x, [0, -1], intermediates_only=True, output_fmt="NLC")
+    assert torch.equal(first, maps[0].flatten(2).mT) and torch.equal(last, maps[-1].flatten(2).mT)
+
+    with_prefix = model.forward_intermediates(x, [1], return_prefix_tokens=True, intermediates_only=True)
+    assert torch.equal(with_prefix[0][0], maps[1]) and with_prefix[0][1].shape == (2, config.prefix, SMALL["dim"])
+    normed = model.forward_intermediates(x, 1, norm=True, output_fmt="NLC", intermediates_only=True)[0]
+    torch.testing.assert_close(normed, model.norm(last))
+    if config.readout != "class_attention":  # nothing but the norm comes after the last block
+        assert torch.equal(normed, final[:, config.prefix :])
+
+
+@every_model
+def test_intermediates_stop_early_and_pruned(name: str) -> None:
+    model, calls = create(name).eval(), []
+    x = images(model)
+    wanted = model.forward_intermediates(x, [0, 1], intermediates_only=True)
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: calls.append(1))
+    found = model.forward_intermediates(x, [0, 1], stop_early=True, intermediates_only=True)
+    assert len(calls) == 2 and all(map(torch.equal, wanted, found))
+    assert model.prune_intermediate_layers([0, -2], prune_norm=True) == [0, 1]
+    assert len(model.blocks) == 2 and type(model.norm) is type(model.get_classifier()) is nn.Identity
+    assert len(model.class_blocks) == 0
+    assert all(map(torch.equal, wanted, model.forward_intermediates(x, [0, 1], intermediates_only=True)))
+
+
+@every_model
+def test_features_only(name: str) -> None:
+    x = images(create(name))
+    for out_indices, chosen in ((None, [0, 1, 2]), ((0, 2), [0, 2]), ((-2,), [1]), (1, [2])):
+        features = create(name, features_only=True, out_indices=out_indices).eval()
+        maps = create(name).eval().forward_intermediates(x, chosen, intermediates_only=True)
+        found = features(x)
+        assert len(found) == len(chosen) and all(map(torch.equal, found, maps))
+        assert features.feature_info.channels() == [SMALL["dim"]] * len(chosen)
+        assert features.feature_info.reduction() == [model_config(name).patch_size] * len(chosen)
+        assert "classifier" not in features.pretrained_cfg
+
+
+@every_model
+def test_groups_for_the_optimizer(name: str) -> None:
+    model = create(name)
+    names = [key for key, _ in model.named_parameters()]
+    depth, ends = SMALL["depth"], len(model.class_blocks)
+    for coarse, layers in ((True, 1 + depth + 1), (False, 1 + depth + ends + 1)):  # stem, blocks, class attention, classifier
+        groups = timm.models.group_parameters(model, model.group_matcher(coarse=coarse))
+        assert sorted(key for group in groups.values() for key in group) == sorted(names)
+        assert list(groups) == list(range(layers))
+        assert {key.split(".")[0] for key in groups[0]} <= {"stem", "position", "cls_token"}
+        for i in range(depth):
+            assert {".".join(key.split(".")[:2]) for key in groups[1 + i]} <= {f"blocks.{i}", "norm.weight", "norm.bias"}
+        last = {key.split(".")[0] for key in groups[layers - 1]}
+        assert last == ({"head", "norm"} | ({"class_blocks"} if ends else set()) if coarse else {"head"})
+        assert coarse or "norm.weight" in groups[layers - 2]
+    still = model.no_weight_decay()
+    assert still <= set(names)
+    assert {key for key in names if key.split(".")[0] == "cls_token" or key == "position.table"} <= still
+
+    rows = timm.optim.param_groups_layer_decay(model, 0.05, no_weight_decay_list=still, layer_decay=0.5)
+    met = {id(x): row for row in rows for x in row["params"]}
+    assert len(met) == sum(len(row["params"]) for row in rows) == len(names)
+    for key, x in model.named_parameters():
+        assert met[id(x)]["weight_decay"] == (0.0 if x.ndim <= 1 or key in still else 0.05), key
+    parts = (model.stem, *model.blocks, *model.class_blocks, model.head)
+    scales = [met[id(next(part.parameters()))]["lr_scale"] for part in parts]
+    assert scales == [0.5**i for i in reversed(range(len(scales)))]
+
+
+@every_model
+def test_channels_device_and_dtype(name: str) -> None:
+    model = create(name, in_chans=5, dtype=torch.bfloat16).eval()
+    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
+    logits = model(torch.randn(1, 5, *model.config.img_size, dtype=torch.bfloat16))
+    assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
+    model = create(name, device="meta")
+    assert {x.device.type for x in model.state_dict().values()} == {"meta"}
+
+
+@every_model
+def test_how_to_prepare_images(name: str) -> None:
+    data = timm.data.resolve_model_data_config(create(name))
+    config = model_config(name)
+    assert data["input_size"] == (config.in_chans, *config.img_size)  # type: ignore[misc]
+    assert len(data["mean"]) == len(data["std"]) == config.in_chans and data["interpolation"] == "bicubic"
+
+
+@every_model
+def test_files_of_either_side_load_on_either_side(name: str, tmp_path: Path) -> None:
+    """Also another operator, with its options, and another pool than the family's."""
+    options = small(name, num_classes=5, operator="dmsa", mode="equation", global_pool="avg")
+    model = timm.create_model(timm_name(name), **options).eval()
+    for x in model.state_dict().values():
+        if x.is_floating_point():
+            x += 0.1 * torch.rand_like(x)  # so that nothing is what a fresh model has
+    timm.models.save_for_hf(model, tmp_path / "timm", model_args=options, safe_serialization=True)
+    dmst.save_model(model, tmp_path / "dmst")
+    loaded = [dmst.load_model(tmp_path / "timm", unverified=True), dmst.load_model(tmp_path / "dmst")]
+    loaded += [timm.create_model(f"local-dir:{tmp_path / side}", pretrained=True).eval() for side in ("timm", "dmst")]
+    x = images(model)
+    wanted = model(x)
+    for other in loaded:
+        same(model, other)
+        assert other.config == model.config and torch.equal(other(x), wanted)
+
+
+# --- timm's other uses of a model, once a family ---------------------------------------------------------------------
+
+
+def test_a_model_of_the_zoo_needs_no_arguments_in_the_file(tmp_path: Path) -> None:
+    model = timm.create_model("dmst_digits", num_classes=3)
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    assert "model_args" not in json.loads((tmp_path / "config.json").read_text())
+    same(model, dmst.load_model(tmp_path, unverified=True))
+    same(model, timm.create_model(f"local-dir:{tmp_path}", pretrained=True))
+
+
+@pytest.mark.parametrize("name", ["vit_cifar", "dmst_tiny_patch8_224"])
+def test_another_readout_comes_back_from_a_file(name: str, tmp_path: Path) -> None:
+    """A change of readout changes the default pool with it: the file must say both."""
+    model = create(name, readout="token", global_pool="avg", layer_scale=None)
+    dmst.save_model(model, tmp_path / "saved")
+    assert timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True).config == model.config
+
+
+@one_of_each
+def test_weights_adapt_to_classes_channels_and_sizes(name: str, tmp_path: Path) -> None:
+    model = create(name).eval()
+    folder = f"local-dir:{dmst.save_model(model, tmp_path / 'saved')}"
+    five = timm.create_model(folder, pretrained=True, num_classes=5).eval()
+    x = images(model)
+    assert torch.equal(five.forward_features(x), model.forward_features(x)) and five(x).shape == (2, 5)
+    maps = timm.create_model(folder, pretrained=True, features_only=True, out_indices=(1,)).eval()(x)
+    assert torch.equal(maps[0], model.forward_intermediates(x, [1], intermediates_only=True)[0])
+
+    patch = model.config.patch_size
+    for grid in ((4, 4), (2, 3)):  # more places; as many, but elsewhere
+        resized = timm.create_model(folder, pretrained=True, img_size=(grid[0] * patch, grid[1] * patch)).eval()
+        assert resized.config.grid == grid
+        y = images(resized)
+        torch.testing.assert_close(resized(y), model(y), atol=1e-5, rtol=1e-4)
+
+    if model.config.stem == "norm_patch":  # no convolution: its norm has a weight a pixel
+        with pytest.raises(RuntimeError, match=r"size mismatch for stem\.norm_in"):
+            timm.create_model(folder, pretrained=True, in_chans=1)
+    else:
+        gray = timm.create_model(folder, pretrained=True, in_chans=1).eval()
+        torch.testing.assert_close(gray(x[:, :1]), model(x[:, :1].expand(-1, 3, -1, -1)), atol=1e-5, rtol=1e-4)
+
+
+def test_positions_of_a_size_that_the_file_does_not_state(tmp_path: Path) -> None:
+    """timm's file keeps the input size of the name, whatever the model was made with: then a square is assumed."""
+    options = SMALL | {"img_size": 48}
+    model = timm.create_model("crate_tiny_patch16_224", **options).eval()
+    timm.models.save_for_hf(model, tmp_path, model_args=options, safe_serialization=True)
+    assert json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]["input_size"] == [3, 224, 224]
+    resized = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, img_size=(64, 32)).eval()
+    x = images(resized)
+    torch.testing.assert_close(resized(x), model(x), atol=1e-5, rtol=1e-4)
+
+
+@one_of_each
+@pytest.mark.parametrize("channels", [1, 4])
+def test_weights_of_other_channels_are_loaded_as_they_are(name: str, channels: int, tmp_path: Path) -> None:
+    """timm takes the first layer of any file for one of three channels, and starts it anew where it cannot be."""
+    model = create(name, in_chans=channels)
+    folder = dmst.save_model(model, tmp_path / "saved")
+    same(model, timm.create_model(f"local-dir:{folder}", pretrained=True))
+
+
+def test_what_the_training_script_passes(tmp_path: Path) -> None:
+    """Its defaults, of which timm drops what is None; then --pretrained-path and --initial-checkpoint."""
+    name, common = "dmst_digits", {"in_chans": 1, "drop_rate": 0.0, "scriptable": False, "cache_dir": tmp_path}
+    unset = dict.fromkeys(("num_classes", "drop_path_rate", "drop_block_rate", "global_pool", "bn_momentum", "bn_eps"))
+    model = timm.create_model(name, pretrained=False, checkpoint_path="", **common, **unset)
+    assert model.config == model_config(name)
+    file = dmst.save_model(model, tmp_path / "saved") / "model.safetensors"
+    same(model, timm.create_model(name, checkpoint_path=str(file), **common, **unset))
+    overlay = {"file": str(file), "num_classes": -1}
+    tuned = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **common, **unset)
+    assert torch.equal(tuned.blocks[0].norm.weight, model.blocks[0].norm.weight)
+    same(model.blocks, tuned.blocks)
+    same(model.stem, tuned.stem)
+
+
+def test_keywords_reach_the_model() -> None:
+    options = {"drop_rate": 0.1, "drop_path_rate": 0.2, "proj_drop_rate": 0.3, "global_pool": "avg", "img_size": 64}
+    model = create("tost_tiny_patch16_224", operator="dmsa", mode="equation", rotary="2d", **options)
+    assert model.config == model_config(
+        "tost_tiny_patch16_224", operator="dmsa", mode="equation", rotary="2d", **SMALL, **options
+    )
+    overlay = {"mean": (0.1, 0.2), "std": (1.0, 1.0), "input_size": (2, 32, 32), "num_classes": 4}
+    changed = create("dmst_cifar", pretrained_cfg_overlay=overlay)
+    assert overlay.items() <= changed.pretrained_cfg.items()
+    assert (changed.config.in_chans, changed.num_classes) == (2, 4)
+    given = create("dmst_cifar", pretrained_cfg={"num_classes": 6, "input_size": (3, 32, 32), "first_conv": "stem.layers.0"})
+    assert given.num_classes == 6
+    with pytest.raises(UnknownNameError, match="drop_block_rate"):
+        create("dmst_cifar", drop_block_rate=0.1)
+
+
+def test_no_weights_are_published() -> None:
+    with pytest.raises(RuntimeError, match=r"No pretrained weights exist for dmst_digits\. Use `pretrained=False`"):
+        timm.create_model("dmst_digits", pretrained=True)
+
+
+@one_of_each
+def test_moving_average(name: str) -> None:
+    model = create(name).train()
+    average = timm.utils.ModelEmaV3(model, decay=0.75)
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    x = images(model)
+    model(x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    average.update(model)
+    for key, value in average.module.state_dict().items():
+        new = model.state_dict()[key]
+        torch.testing.assert_close(value, torch.lerp(before[key], new, 0.25) if value.is_floating_point() else new)
+    assert average(x).isfinite().all()
+
+
+@one_of_each
+def test_a_few_steps_of_training(name: str) -> None:
+    model = create(name, num_classes=4, drop_path_rate=0.05).train()
+    optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=3e-3, weight_decay=0.05, layer_decay=0.8)
+    x, y, losses = images(model, 8), torch.arange(8) % 4, []
+    for _ in range(6):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.95 * losses[0]
+
+
+# --- oracles ---------------------------------------------------------------------------------------------------------
+
+RENAMED = [
+    (r"^patch_embed\.proj\.", "stem.projection."),
+    (r"^pos_embed$", "position.table"),
+    (r"^(blocks\.\d+)\.norm1\.", r"\1.norm."),
+    (r"^(blocks\.\d+)\.attn\.qkv\.", r"\1.operator.qkv."),
+    (r"^(blocks\.\d+)\.attn\.proj\.", r"\1.operator.out."),
+    (r"^(blocks\.\d+)\.norm2\.", r"\1.feedforward.norm."),
+    (r"^(blocks\.\d+)\.mlp\.", r"\1.feedforward.mlp."),
+]
+
+
+def our_name(key: str) -> str:
+    for pattern, ours in RENAMED:
+        key = re.sub(pattern, ours, key)
+    return key
+
+
+def stir(model: nn.Module) -> None:
+    """No parameter stays at 0 or 1, where a misplaced one would not be seen."""
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(torch.randn_like(x), alpha=0.05)
+
+
+@pytest.mark.parametrize("size", [(224, 224), (160, 96)], ids=str)
+def test_vit_is_the_vit_of_timm(size: tuple[int, int]) -> None:
+    """The other size resizes the positions, on both sides."""
+    theirs = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True).eval()
+    stir(theirs)
+    ours = timm.create_model("dmst_vit_tiny_patch16_224").eval()
+    weights = {our_name(key): x.squeeze(0) if key == "pos_embed" else x for key, x in theirs.state_dict().items()}
+    ours.load_state_dict(weights, strict=True)
+    x = torch.randn(1, 3, *size)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.forward_features(x), theirs.forward_features(x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_class_attention_block_is_that_of_xcit() -> None:
+    xcit = importlib.import_module("timm.models.xcit")
+    theirs = xcit.ClassAttentionBlock(
+        48, 4, qkv_bias=True, eta=1.0, tokens_norm=True, norm_layer=lambda d, **kw: nn.LayerNorm(d, 1e-6, **kw)
+    )
+    theirs.double().eval()
+    stir(theirs)
+    ours = ClassAttentionBlock(ModelConfig(dim=48, num_heads=4), dtype=torch.float64).eval()
+    weights = theirs.state_dict()
+    for kind in ("weight", "bias"):
+        weights[f"qkv.{kind}"] = torch.cat([weights.pop(f"attn.{part}.{kind}") for part in "qkv"])
+        weights[f"out.{kind}"] = weights.pop(f"attn.proj.{kind}")
+    weights["attention_residual.scale"], weights["residual.scale"] = weights.pop("gamma1"), weights.pop("gamma2")
+    ours.load_state_dict(weights, strict=True)
+    x = torch.randn(2, 7, 48, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("grid", [(14, 14), (3, 8)], ids=str)
+def test_fourier_positions_are_those_of_xcit(grid: tuple[int, int]) -> None:
+    xcit = importlib.import_module("timm.models.xcit")
+    theirs, ours = xcit.PositionalEncodingFourier(dim=48), FourierPosition(ModelConfig(dim=48))
+    ours.projection.load_state_dict(theirs.token_projection.state_dict())
+    found = ours(torch.zeros(1, grid[0] * grid[1], 48), grid)
+    torch.testing.assert_close(found, theirs(1, *grid).flatten(2).mT, rtol=1e-5, atol=1e-6)
