@@ -5,6 +5,7 @@ Each row says which classifier it counts (`classes`; 0 is none). Where a count i
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -170,7 +171,7 @@ def test_the_other_readings_of_the_ablation() -> None:
 def test_digits_models() -> None:
     """10 classes, ours: 64 tokens of one pixel. stem + Fourier map + blocks + norm + classifier."""
     d, k, depth, channels = 32, 4, 4, (1, 8, 16, 32)
-    stem = sum(9 * a * b + 2 * b for a, b in zip(channels[:-1], channels[1:], strict=True))
+    stem = sum(9 * a * b + 2 * b for a, b in itertools.pairwise(channels))
     block = 2 * (d * d + d) + d * k + 8 * d * d + 5 * d + 2 * 2 * d + 2 * d  # operator, mlp, two norms, two scales
     assert count("dmst_digits") == stem + (64 * d + d) + depth * block + 2 * d + 10 * (d + 1) == 51_554
     assert count("tost_digits") == 51_554 - depth * (d * k - k)

@@ -19,7 +19,7 @@ import dmst
 from dmst import cli
 from dmst.data.digits import digits
 from dmst.demo import Job, Results, _next, _train_all, run_demo, summary
-from dmst.demo.training import Recipe, Run, accuracy, batches, distort, schedule, train
+from dmst.demo.training import Recipe, Run, accuracy, batches, distort, mix, schedule, train
 from dmst.errors import DmstError, MissingExtraError, OptionError
 from tests.test_report import check_page
 
@@ -51,6 +51,14 @@ def test_distortion() -> None:
     moved = distort(images, torch.Generator().manual_seed(0), Recipe())
     assert moved.shape == images.shape and moved.min() >= -1.0001 and moved.max() <= 1.0001
     assert (moved - images).abs().mean() > 0.01
+
+
+def test_mixing() -> None:
+    images, labels = torch.arange(4.0).reshape(4, 1, 1, 1), torch.eye(4)
+    mixed, shares = mix(images, labels, torch.Generator().manual_seed(0), 0.3)
+    assert torch.allclose(shares.sum(-1), torch.ones(4)) and (shares.diagonal() >= 0.7).all()
+    assert torch.allclose(mixed.flatten(), shares @ torch.arange(4.0))  # image and label take the same share
+    assert torch.equal(mix(images, labels, torch.Generator(), 0.0)[0], images)
 
 
 def test_the_schedule_rises_and_falls() -> None:
@@ -121,7 +129,7 @@ def test_the_table_averages_runs() -> None:
 def test_bad_input_and_failures(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="seeds is 0"):
         run_demo(tmp_path, seeds=0)
-    with pytest.raises(DmstError, match=r"run of nobody failed: UnknownNameError: unknown model 'nobody'"):
+    with pytest.raises(DmstError, match=r"the demo stopped: UnknownNameError: unknown model 'nobody'"):
         _train_all([Job("nobody", 0)], tmp_path, Recipe(epochs=1), 1, Console(quiet=True))
 
 
@@ -133,10 +141,7 @@ def test_a_run_that_died_is_noticed() -> None:
         def get(self, timeout: float) -> object:
             raise queue.Empty
 
-        def empty(self) -> bool:
-            return True
-
-    assert _next(Silence(), {4: Dead()}) == (4, "failed", "its process ended with code -9")
+    assert _next(Silence(), [Dead()]) == (-1, "failed", "a process ended with code -9")
 
 
 def test_without_scikit_learn_it_says_what_to_install(

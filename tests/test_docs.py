@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.operators import BEGIN, END, markdown
+from dmst.models import create_model, model_config
+from dmst.models.zoo import LAYERS, SMALL
 from dmst.operators import OPERATORS
 from tests.cases import VARIANTS
 
@@ -77,9 +79,24 @@ def test_named_tests_exist(path: Path) -> None:
         assert re.search(rf"def {name}|tests/{name}", source) or (ROOT / "tests" / f"{name}.py").exists(), name
 
 
-def test_every_operator_is_in_the_readme_table() -> None:
+def test_every_operator_and_family_is_in_a_readme_table() -> None:
     rows = re.findall(r"^\| `(\w+)`[^|]*\|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert set(rows) == set(OPERATORS)
+    assert set(rows) == set(OPERATORS) | set(LAYERS)  # its two tables: operators, families
+
+
+def test_the_sizes_in_the_documents_are_those_of_the_code() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \| [^|]+ \| ([\d,]+) \| ([\d,]+) \|$", text, re.MULTILINE)
+    assert len(rows) == 17
+    for name, dim, depth, heads, ten, thousand in rows:
+        config = model_config(name)
+        assert (config.dim, config.depth, config.num_heads) == (int(dim), int(depth), int(heads))
+        for classes, told in ((10, ten), (1000, thousand)):
+            model = create_model(name, num_classes=classes, device="meta")
+            assert f"{sum(p.numel() for p in model.parameters()):,}" == told, name
+    for family, told in re.findall(r"(\w+) ([\d,]{6,})(?: ·|\.$)", text, re.MULTILINE):
+        counts = {f"{sum(p.numel() for p in create_model(f'{family}_{s}', device='meta').parameters()):,}" for s in SMALL}
+        assert told in counts, (family, told)
 
 
 def test_the_readme_counts_the_variants() -> None:

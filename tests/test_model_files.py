@@ -194,7 +194,7 @@ def compiled(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, compiled, lambda m: m.blocks, lambda m: m.state_dict()])
 def test_only_a_model_is_saved(wrap: Callable, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="takes a VisionModel of this package, not .*: unwrap it first"):
+    with pytest.raises(OptionError, match=r"takes a VisionModel of this package, not .*: unwrap it first"):
         save_model(wrap(tiny()), tmp_path / "saved")
     assert names(tmp_path) == []
 
@@ -266,7 +266,7 @@ def test_what_is_not_a_saved_model_is_never_deleted(what: str, tmp_path: Path) -
     occupy(place, what)
     before = {p: (p.is_symlink() and os.readlink(p)) or (p.is_file() and p.read_bytes()) for p in tmp_path.rglob("*")}
     for overwrite in (False, True):
-        with pytest.raises(OptionError, match="place (exists|holds something else than a saved model): choose another folder"):
+        with pytest.raises(OptionError, match=r"place (exists|holds something else than a saved model): choose another folder"):
             save_model(tiny(), place, overwrite=overwrite)
         after = {p: (p.is_symlink() and os.readlink(p)) or (p.is_file() and p.read_bytes()) for p in tmp_path.rglob("*")}
         assert after == before
@@ -412,7 +412,7 @@ def test_the_whole_file_still_loads(folder: Path) -> None:
 def test_files_of_two_models_do_not_mix(folder: Path) -> None:
     other = save_model(tiny(), folder.parent / "other")
     shutil.copy(other / WEIGHTS, folder / WEIGHTS)
-    with pytest.raises(BadFileError, match="sha256 is not the one in config.json. Copy it again"):
+    with pytest.raises(BadFileError, match=r"sha256 is not the one in config\.json\. Copy it again"):
         load_model(folder)
 
 

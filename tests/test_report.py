@@ -18,7 +18,7 @@ from PIL import Image
 
 from dmst import create_model
 from dmst.analysis import charts, membership, report
-from dmst.analysis.membership import RAMP, colour, enlarge, gate_by_class, maps, overlay, picture, png, sheet
+from dmst.analysis.membership import RAMP, colour, enlarge, gate_by_class, lay_out, maps, overlay, picture, png, sheet
 from dmst.errors import OptionError
 
 # --- maps --------------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_pictures_tiles_and_overlays() -> None:
     assert picture(torch.zeros(1, 2, 2)).max() == 0  # a constant image divides by nothing
     big = enlarge(pixels, 3)
     assert big.shape == (6, 6, 3) and (big[:3, :3] == pixels[0, 0]).all()
-    page = sheet([[big, big], [big]], gap=2)
+    page = lay_out([[big, big], [big]], gap=2)
     assert (
         page.shape == (14, 14, 3) and (page[6:8] == 255).all() and (page[8:, :6] == big).all() and (page[8:, 8:] == 255).all()
     )
@@ -78,6 +78,22 @@ def test_pictures_tiles_and_overlays() -> None:
     assert (overlay(big, torch.ones(1, 1), strength=0.0) == big).all()
     back = np.asarray(Image.open(io.BytesIO(png(page))))
     assert (back == page).all()
+
+
+@torch.no_grad()
+def test_a_sheet_shows_every_head_and_which_are_silent() -> None:
+    model = create_model("dmst_digits", dim=16, depth=1, num_heads=2).eval()
+    images = torch.randn(3, 1, 8, 8)
+    trace = model.trace(images)
+    gate = trace.layers[0].parts.gate
+    gate[1] = torch.tensor([1.0, 0.0])
+    page = sheet(trace, images, size=16)
+    assert page.shape == (3 * 16 + 2 * 4, 3 * 16 + 2 * 4, 3)
+    plain = enlarge(picture(images[1]), 2)
+    assert (page[20:36, :16] == plain).all()
+    assert (page[20:36, 20:36] == overlay(plain, maps(trace)[1, 0])).all()
+    silent = page[20:36, 40:56]
+    assert (silent[..., 0] == silent[..., 2]).all() and silent.min() >= 178  # grey, faint, no membership in it
 
 
 def test_gates_by_class() -> None:

@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-# Okabe and Ito's colours: told apart by everyone. Names are classes of the page's style sheet (report.py).
-COLOURS = {"dmst": "c1", "tost": "c2", "vit": "c3", "crate": "c4"}
-
 
 class Line(NamedTuple):
     name: str
@@ -21,7 +18,7 @@ class Line(NamedTuple):
     ys: Sequence[float]
     low: Sequence[float] | None = None  # a band around the line
     high: Sequence[float] | None = None
-    colour: str = "c1"
+    colour: str = "c1"  # c1 to c4 of report.css: Okabe and Ito's colours, told apart by everyone
     dashed: bool = False
 
 

@@ -3,7 +3,7 @@
 maps(trace, layer)          (b, k, rows, columns): membership of every patch in every subspace
 colour(values, low, high)   numbers to colours: dark blue (low) over grey to yellow (high), readable in grey and by everyone
 overlay(image, map)         the map over the image it belongs to
-sheet(...)                  images down, heads across: one PNG
+sheet(trace, images)        images down, heads across: one picture
 gate_by_class(gates, labels)
 """
 
@@ -34,14 +34,14 @@ RAMP = np.array(
 )  # fmt: skip
 
 
-def maps(trace: Trace, layer: int) -> Tensor:
+def maps(trace: Trace, layer: int = -1) -> Tensor:
     """(b, k, rows, columns): the memberships of the patches in one layer (from 0; -1 is the last)."""
     if not -len(trace.layers) <= layer < len(trace.layers):
         raise OptionError(f"layer is {layer}: the model has layers 0 to {len(trace.layers) - 1}.")
     membership = trace.layers[layer].parts.membership
     if membership is None:
         raise OptionError("this model's operator computes no memberships: there is nothing to draw.")
-    return membership[..., trace.prefix :].unflatten(-1, trace.grid)
+    return membership[..., trace.prefix :].unflatten(-1, trace.grid).detach().float().cpu()
 
 
 def gate_by_class(gates: Tensor, labels: Tensor, classes: int) -> Tensor:
@@ -60,6 +60,7 @@ def colour(values: Tensor, low: float = 0.0, high: float = 1.0) -> Pixels:
 
 def picture(image: Tensor) -> Pixels:
     """One image (c, h, w) with pixels -1..1, or any range, stretched to 0..255."""
+    image = image.detach().float().cpu()
     low, high = image.min(), image.max()
     grey = ((image - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
     return grey.expand(3, -1, -1).permute(1, 2, 0).numpy() if image.shape[0] == 1 else grey[:3].permute(1, 2, 0).numpy()
@@ -78,8 +79,26 @@ def overlay(image: Pixels, values: Tensor, low: float = 0.0, high: float = 1.0, 
     return np.round(mixed).astype(np.uint8)
 
 
-def sheet(rows: Sequence[Sequence[Pixels]], gap: int = 4, background: tuple[int, int, int] = (255, 255, 255)) -> Pixels:
-    """Tiles of one size, laid out in rows."""
+def sheet(trace: Trace, images: Tensor, layer: int = -1, *, size: int = 112, low: float = 0.0, high: float = 1.0) -> Pixels:
+    """Images down; the image itself and then every head across, its memberships laid over the image.
+
+    A head that is silent for an image (gate exactly 0) is left as the faint image alone.
+    """
+    values, gate = maps(trace, layer), trace.layers[layer].parts.gate
+    rows = []
+    for i, image in enumerate(images):
+        plain = picture(image)
+        plain = enlarge(plain, max(1, round(size / max(plain.shape[:2]))))
+        row = [plain]
+        for k in range(values.shape[1]):
+            silent = gate is not None and bool(gate[i, k] == 0)
+            row.append(_faint(plain) if silent else overlay(plain, values[i, k], low, high))
+        rows.append(row)
+    return lay_out(rows)
+
+
+def lay_out(rows: Sequence[Sequence[Pixels]], gap: int = 4, background: tuple[int, int, int] = (255, 255, 255)) -> Pixels:
+    """Tiles of one size, in rows."""
     tall, wide = rows[0][0].shape[:2]
     across = max(len(row) for row in rows)
     page = np.empty(((tall + gap) * len(rows) - gap, (wide + gap) * across - gap, 3), np.uint8)
@@ -88,6 +107,10 @@ def sheet(rows: Sequence[Sequence[Pixels]], gap: int = 4, background: tuple[int,
         for j, tile in enumerate(row):
             page[i * (tall + gap) : i * (tall + gap) + tall, j * (wide + gap) : j * (wide + gap) + wide] = tile
     return page
+
+
+def _faint(pixels: Pixels) -> Pixels:
+    return np.round(255 - 0.3 * (255 - pixels.mean(-1, keepdims=True).repeat(3, -1))).astype(np.uint8)
 
 
 def png(pixels: Pixels) -> bytes:

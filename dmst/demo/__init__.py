@@ -14,10 +14,10 @@ import multiprocessing
 import os
 import platform
 import queue
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,8 +63,7 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = Rec
     out, console, recipe = Path(out), Console(), Recipe(epochs=epochs)
     jobs = [Job("vit_digits", 0), *(Job("dmst_digits", seed) for seed in range(seeds)), Job("tost_digits", 0)]
     models = out / "models"
-    shutil.rmtree(models, ignore_errors=True)
-    models.mkdir(parents=True)
+    models.mkdir(parents=True, exist_ok=True)
     workers = min(workers or os.cpu_count() or 1, len(jobs))
     console.print(f"[bold]dmst demo[/]: {len(jobs)} small networks learn to read digits, {workers} at a time on the CPU.")
     begun = time.perf_counter()
@@ -85,64 +84,77 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = Rec
 
 
 def _train_all(jobs: Sequence[Job], folder: Path, recipe: Recipe, workers: int, console: Console) -> list[Run]:
-    """Every job in a process of its own, at most `workers` at a time; a bar for each."""
+    """Every job, shared out to `workers` processes; a bar for each job."""
     context = multiprocessing.get_context("spawn")
+    todo: Any = context.Queue()
     news: Any = context.Queue()
-    waiting, runs = list(enumerate(jobs)), {}
-    running: dict[int, Any] = {}
+    for index, job in enumerate(jobs):
+        todo.put((index, job))
+    for _ in range(workers):
+        todo.put(None)
+    processes = [context.Process(target=_work, args=(folder, recipe, todo, news), daemon=True) for _ in range(workers)]
+    runs: dict[int, Run] = {}
     columns = (
-        TextColumn("{task.description:<13}"),
+        TextColumn("{task.description:<11}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("epochs"),
         TimeElapsedColumn(),
     )
     try:
+        for process in processes:
+            process.start()
         with Progress(*columns, TextColumn("{task.fields[said]}"), console=console) as progress:
-            bars = [progress.add_task(f"{j.model}", total=recipe.epochs, said="", start=False) for j in jobs]
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    index, job = waiting.pop(0)
-                    running[index] = context.Process(target=_work, args=(index, job, folder, recipe, news), daemon=True)
-                    running[index].start()
-                    progress.start_task(bars[index])
-                index, kind, what = _next(news, running)
+            bars = [progress.add_task(job.model, total=recipe.epochs, said="", start=False) for job in jobs]
+            while len(runs) < len(jobs):
+                index, kind, what = _next(news, processes)
                 if kind == "failed":
-                    raise DmstError(f"the run of {jobs[index].model} failed: {what}")
-                if kind == "epoch":
-                    progress.update(bars[index], advance=1, said=f"held-out {what:.1%}")
+                    raise DmstError(f"the demo stopped: {what}")
+                if kind == "begun":
+                    progress.start_task(bars[index])
+                elif kind == "epoch":
+                    progress.update(bars[index], advance=1, said=f"reads {what:.1%}")
                 else:
                     runs[index] = Run(**what)
-                    running.pop(index).join()
     finally:
-        for process in running.values():
-            process.terminate()
+        for process in processes:
+            if process.is_alive() and len(runs) < len(jobs):
+                process.terminate()
+            process.join()
     return [runs[index] for index in range(len(jobs))]
 
 
-def _next(news: Any, running: dict[int, Any]) -> tuple[int, str, Any]:
+def _next(news: Any, processes: Sequence[Any]) -> tuple[int, str, Any]:
     """The next word from a run. A process that died without one is a failure, not a wait."""
     asked = time.monotonic()
     while True:
         try:
             return news.get(timeout=1)
         except queue.Empty:
-            for index, process in running.items():
-                if process.exitcode is not None and news.empty():
-                    return index, "failed", f"its process ended with code {process.exitcode}"
+            for process in processes:
+                if process.exitcode:
+                    return -1, "failed", f"a process ended with code {process.exitcode}"
             if time.monotonic() - asked > PATIENCE:
-                return next(iter(running)), "failed", f"no epoch ended in {PATIENCE:.0f} s"
+                return -1, "failed", f"no epoch ended in {PATIENCE:.0f} s"
 
 
-def _work(index: int, job: Job, folder: Path, recipe: Recipe, news: Any) -> None:
-    """One run, in its own process."""
+def _work(folder: Path, recipe: Recipe, todo: Any, news: Any) -> None:
+    """Runs, one after the other, in a process of their own."""
+    torch.set_num_threads(1)
     try:
-        torch.set_num_threads(1)
-        model, run = train(job.model, job.seed, digits(), recipe, lambda accuracy: news.put((index, "epoch", accuracy)))
-        save_model(model, folder / job.folder)
-        news.put((index, "done", asdict(run)))
+        split = digits()
+        while (item := todo.get()) is not None:
+            index, job = item
+            news.put((index, "begun", None))
+            model, run = train(job.model, job.seed, split, recipe, partial(_say, news, index))
+            save_model(model, folder / job.folder, overwrite=True)
+            news.put((index, "done", asdict(run)))
     except Exception as error:
-        news.put((index, "failed", f"{type(error).__name__}: {error}"))
+        news.put((-1, "failed", f"{type(error).__name__}: {error}"))
+
+
+def _say(news: Any, index: int, accuracy: float) -> None:
+    news.put((index, "epoch", accuracy))
 
 
 def _table(results: Results) -> Table:

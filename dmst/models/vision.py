@@ -255,8 +255,10 @@ class VisionModel(nn.Module):
         depth = len(self.blocks)
         if indices is None:
             return list(range(depth))
-        asked = range(depth - indices, depth) if isinstance(indices, int) else indices
-        taken = sorted({i + depth if i < 0 else i for i in asked})
+        if isinstance(indices, int):
+            taken = list(range(depth - indices, depth))
+        else:
+            taken = sorted({i + depth if i < 0 else i for i in indices})
         if not taken or taken[0] < 0 or taken[-1] >= depth:
             raise OptionError(f"indices are {indices!r}: the model has blocks 0 to {depth - 1}.")
         return taken

@@ -1,0 +1,84 @@
+"""Whole networks on a GPU: equal to the CPU, traced and checkpointed alike, compiled by inductor, loaded onto the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmst import create_model, load_model, save_model
+from dmst.analysis import layer_rates, maps
+from dmst.models import VisionModel
+from tests.cases import relative
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here; run `pytest -m gpu` where there is one"),
+]
+FAMILIES = ("dmst_tiny", "tost_tiny", "vit_tiny", "crate_tiny")
+
+
+def small(name: str, **options: object) -> VisionModel:
+    return create_model(name, **{"dim": 96, "depth": 3, "num_heads": 3, "img_size": 64, "num_classes": 7, **options})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gpu_is_cpu(name: str) -> None:
+    model = small(name, dtype=torch.float64).train()
+    images = torch.randn(3, 3, 64, 96, dtype=torch.float64)
+    here = model(images)
+    here.square().sum().backward()
+    before = {key: p.grad.clone() for key, p in model.named_parameters()}
+    model.zero_grad()
+    there = model.cuda()(images.cuda())
+    there.square().sum().backward()
+    assert relative(there.cpu(), here) < 1e-9
+    for key, p in model.named_parameters():
+        assert relative(p.grad.cpu(), before[key]) < 1e-7 or (p.grad.cpu() - before[key]).norm() < 1e-9, key
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_trace_checkpointing_and_autocast_agree(name: str) -> None:
+    model, images = small(name, device="cuda"), torch.randn(4, 3, 64, 64, device="cuda")
+    with torch.no_grad():
+        exact = small(name, dtype=torch.float64, device="cuda")
+        exact.load_state_dict(model.state_dict())
+        told = exact.eval()(images.double())
+        assert torch.equal(model.eval().trace(images).logits, model(images))
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            mixed = model(images)
+            assert torch.equal(model.trace(images).logits, mixed)
+    assert relative(model(images).double(), told) < 1e-4
+    assert relative(mixed.double(), told) < 5e-2
+    model.train()
+    plain = model(images)
+    model.set_grad_checkpointing()
+    assert torch.allclose(model(images), plain, rtol=1e-4, atol=1e-5)
+
+
+def test_inductor_compiles_a_whole_network() -> None:
+    torch._dynamo.reset()
+    model = small("dmst_tiny", device="cuda").eval()
+    compiled = torch.compile(model, fullgraph=True)
+    images = torch.randn(4, 3, 64, 64, device="cuda")
+    with torch.no_grad():
+        assert relative(compiled(images), model(images)) < 1e-3
+        assert maps(compiled.trace(images), 0).shape == (4, 3, 4, 4)
+    compiled(images).sum().backward()
+
+
+def test_saved_here_loaded_there(tmp_path: Path) -> None:
+    model = small("dmst_tiny", device="cuda").eval()
+    again = load_model(save_model(model, tmp_path / "m"), device="cuda")
+    images = torch.randn(2, 3, 64, 64, device="cuda")
+    assert next(again.parameters()).is_cuda
+    assert torch.equal(again(images), model(images))
+
+
+def test_rates_on_the_gpu_are_those_of_the_cpu() -> None:
+    model, images = small("dmst_tiny").eval(), torch.randn(5, 3, 64, 64)
+    here = layer_rates(model, images)
+    there = layer_rates(model.cuda(), images.cuda())
+    for name in here.mean:
+        assert there.mean[name] == pytest.approx(here.mean[name], rel=1e-3)
