@@ -49,7 +49,8 @@ def test_trace_checkpointing_and_autocast_agree(name: str) -> None:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             mixed = model(images)
             assert torch.equal(model.trace(images).logits, mixed)
-    assert relative(model(images).double(), told) < 1e-4
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # or the stem's convolutions keep ten bits
+        assert relative(model(images).double(), told) < 1e-5
     assert relative(mixed.double(), told) < 5e-2
     model.train()
     plain = model(images)

@@ -90,7 +90,7 @@ def _learning(results: Results) -> str:
         + table(columns, summary(results))
         + f'<div class="charts">{charts}</div>'
         + '<p class="note">A demonstration, not a contest: the twins have one run each, and one digit more or less is '
-        "0.3 points. The loss stays above zero because labels are smoothed.</p>"
+        "0.3 points. The loss stays above zero because images are mixed and labels smoothed.</p>"
     )
 
 
