@@ -5,6 +5,7 @@ DmstError
 │   └── UnknownNameError a name that is not in a table                 (also a ValueError)
 ├── ShapeError           a tensor whose shape or dtype does not fit    (also a ValueError)
 ├── BadFileError         a file that is damaged, foreign or unsafe     (also a ValueError)
+├── SaveError            a file that could not be written              (also an OSError)
 └── MissingExtraError    an optional library is absent or broken       (also an ImportError)
 """
 
@@ -37,6 +38,10 @@ class ShapeError(DmstError, ValueError):
 
 class BadFileError(DmstError, ValueError):
     """A file is not what it should be; nothing was loaded from it."""
+
+
+class SaveError(DmstError, OSError):
+    """Something could not be written; what was there before is untouched."""
 
 
 class MissingExtraError(DmstError, ImportError):

@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from dmst.errors import BadFileError, DmstError, OptionError
+from dmst.errors import BadFileError, DmstError, OptionError, SaveError
 from dmst.models import VisionModel, create_model, files, load_model, save_model
 from dmst.operators.orthonormal import is_orthonormal
 
@@ -661,7 +661,7 @@ def put(*keys: str, value: Any) -> Callable[[dict], None]:
         (put("dmst", "config", "depth", value=2), "missing .*blocks.1."),
         (put("dmst", "config", "num_heads", value=3), "not divisible"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_config_from_elsewhere(change: Callable, message: str, folder: Path) -> None:
     """Right hashes around what this version cannot use: a newer version's file, or a hand-made one."""
@@ -727,3 +727,31 @@ def test_hashes_that_are_there_count_also_when_unverified(folder: Path, untouche
 def test_a_config_without_hashes_is_still_read_with_care(told: dict[str, Any], message: str, folder: Path) -> None:
     with pytest.raises(DmstError, match=message):
         load_model(foreign(folder, told), unverified=True)
+
+
+def test_a_full_disk_names_what_is_needed_and_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise FULL
+
+    monkeypatch.setattr(files, "_write", full)
+    with pytest.raises(SaveError, match=r"No space left on device\): it needs [\d,]+ bytes, and [\d,]+ are free") as said:
+        save_model(tiny(), tmp_path / "deep" / "model")
+    assert isinstance(said.value, OSError) and "untouched" in str(said.value)
+
+
+def test_a_save_that_was_killed_between_two_renames_is_found_again(tmp_path: Path) -> None:
+    """What SIGKILL leaves at that instant, made by hand."""
+    save_model(tiny(), tmp_path / "m [1]")
+    aside = tmp_path / ".m [1].old.abc"
+    aside.mkdir()
+    (tmp_path / "m [1]").rename(aside / "m [1]")
+    with pytest.raises(BadFileError, match="the model before it is in") as said:
+        load_model(tmp_path / "m [1]")
+    assert load_model(str(said.value).rpartition(" is in ")[2].rstrip(".")).config.name == tiny().config.name
+
+
+def test_odd_names_and_empty_models(tmp_path: Path) -> None:
+    with pytest.raises(BadFileError, match="cannot be read"):
+        load_model("a\0b")
+    with pytest.raises(OptionError, match="meta device"):
+        save_model(tiny().to("meta"), tmp_path / "m")

@@ -427,14 +427,14 @@ configs = st.fixed_dictionaries(
         "name": st.text(max_size=12),
         "dim": st.integers(1, 64).map(lambda i: 8 * i),
         "depth": st.integers(1, 48),
-        "num_heads": st.integers(1, 16),
+        "num_heads": st.sampled_from([1, 2, 4, 8]),
         "operator": st.sampled_from(sorted(OPERATORS)),
         "patch_size": st.sampled_from([1, 2, 4, 8, 16]),
         "stem": st.sampled_from(["conv", "patch", "norm_patch"]),
         "position": st.sampled_from(["fourier", "learned"]),
         "feedforward": st.sampled_from(["mlp", "ista"]),
         "mlp_ratio": st.floats(0.5, 8) | st.integers(1, 8),
-        "readout_depth": st.integers(0, 4),
+        "readout_depth": st.integers(1, 4),
         "layer_scale": st.none() | st.floats(-2, 2),
         "token_std": st.floats(0, 2),
         "qkv_bias": st.booleans(),
@@ -479,3 +479,19 @@ def test_any_value_makes_a_config_or_a_typed_error(field: str, value: Any) -> No
     if field == "operator_options":  # its values are the operator's own to judge
         return
     assert ModelConfig(**json.loads(json.dumps(config.to_dict(), allow_nan=False))) == config
+
+
+def test_a_class_token_that_never_looks_is_refused() -> None:
+    with pytest.raises(OptionError, match="never looks at the patches"):
+        model_config("dmst_tiny", readout_depth=0)
+    assert model_config("dmst_tiny", readout_depth=0, global_pool="avg").readout_depth == 0
+
+
+def test_the_operator_s_own_options_are_refused_when_the_config_is_made() -> None:
+    for options, message in (
+        ({"num_heads": 5}, "not divisible"),
+        ({"mode": "x"}, "unknown mode"),
+        ({"gate_scale": "1"}, "gate_scale"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            model_config("dmst_tiny", **options)

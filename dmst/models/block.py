@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from dmst import operators
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import FEEDFORWARDS
 from dmst.models.residual import Residual
@@ -31,15 +30,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.dim, eps=1e-6, **factory)
-        self.operator = operators.create(
-            config.operator,
-            config.dim,
-            config.num_heads,
-            bias=config.qkv_bias,
-            proj_drop=config.proj_drop_rate,
-            **factory,
-            **config.operator_options,
-        )
+        self.operator = config.create_operator(**factory)
         scalar = self.operator.wants_scalar_scale
         self.residual = Residual(config.dim, config.layer_scale, config.drop_path_rate, scalar=scalar, **factory)
         self.feedforward = FEEDFORWARDS[config.feedforward](config, **factory)

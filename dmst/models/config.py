@@ -23,7 +23,7 @@ from dmst.errors import OptionError, choose, flag, number, unknown_name
 from dmst.models.feedforward import FEEDFORWARDS
 from dmst.models.positions import POSITIONS
 from dmst.models.stems import STEMS
-from dmst.operators import OPERATORS
+from dmst.operators import OPERATORS, Operator, create
 
 READOUTS = ("class_attention", "token", "mean")
 POOLS = ("token", "avg", "")
@@ -61,7 +61,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("dim", "depth", "num_heads", "patch_size", "readout_depth", "in_chans"):
             _whole(name, getattr(self, name), 0 if name == "readout_depth" else 1)
-        _whole("num_classes", self.num_classes, 0)
+        _whole("num_classes", self.num_classes, 0, 1_000_000_000)
         choose("stem", self.stem, STEMS)
         choose("position", self.position, POSITIONS)
         choose("feedforward", self.feedforward, FEEDFORWARDS)
@@ -96,9 +96,17 @@ class ModelConfig:
             self.operator_options.get("position_scores"),
         ):
             raise OptionError("2d positions need a grid of patches alone, and readout 'token' puts a class token among them.")
+        if self.readout == "class_attention" and self.global_pool == "token" and not self.readout_depth:
+            raise OptionError("readout_depth is 0: then the class token never looks at the patches; it must be at least 1.")
+        self.create_operator(device="meta")  # its own options are refused here too, by the operator itself
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    def create_operator(self, **factory: Any) -> Operator:
+        """The operator of one block."""
+        bias, drop = self.qkv_bias, self.proj_drop_rate
+        return create(self.operator, self.dim, self.num_heads, bias=bias, proj_drop=drop, **factory, **self.operator_options)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -152,9 +160,9 @@ def sides(name: str, size: Any, patch_size: int) -> tuple[int, int]:
     return pair
 
 
-def _whole(name: str, value: Any, low: int) -> None:
-    if type(value) is not int or value < low:
-        raise OptionError(f"{name} is {value!r}: it must be a whole number of at least {low}.")
+def _whole(name: str, value: Any, low: int, high: int = 1_000_000) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise OptionError(f"{name} is {value!r}: it must be a whole number from {low} to {high:,}.")
 
 
 def _options(value: Any) -> dict[str, Any]:

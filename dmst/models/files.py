@@ -11,11 +11,13 @@ builds a model. A flipped bit inside safetensors' data is invisible to safetenso
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 import dmst
-from dmst.errors import BadFileError, OptionError
+from dmst.errors import BadFileError, OptionError, SaveError
 from dmst.models.config import ModelConfig
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, pretrained_cfg, timm_name
@@ -50,23 +52,21 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
         raise OptionError(f"{folder} exists: choose another folder, or pass overwrite=True.")
     if taken and not (folder.is_dir() and all(x.name in (WEIGHTS, CONFIG) and x.is_file() for x in folder.iterdir())):
         raise OptionError(f"{folder} holds something else than a saved model: choose another folder.")
+    if any(x.is_meta for x in model.state_dict().values()):
+        raise OptionError(
+            "the model is on the meta device and has no values to save: model.to_empty(...), then load or init_weights."
+        )
     tensors = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
     _fit(folder / WEIGHTS, tensors, VisionModel(model.config, device="meta"))  # what could not be loaded is not written
     weights = safetensors.torch.save(tensors)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))  # beside it: a rename stays on one disk
     try:
-        _write(staging / WEIGHTS, weights)
-        _write(staging / CONFIG, _canonical(_describe(model.config, weights)))
-        staging.chmod(0o755)
-        _sync(staging)
-        if taken:
-            _replace(folder, staging)
-        else:
-            staging.rename(folder)
-        _sync(folder.parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        _write_folder(folder, weights, _canonical(_describe(model.config, weights)), taken)
+    except OSError as error:
+        parent = next(x for x in folder.absolute().parents if x.exists())
+        raise SaveError(
+            f"{folder} could not be written ({error.strerror or error}): it needs {len(weights):,} bytes, and "
+            f"{shutil.disk_usage(parent).free:,} are free there. What was there before is untouched."
+        ) from error
     return folder
 
 
@@ -125,6 +125,24 @@ def _canonical(told: dict[str, Any]) -> bytes:
     return (json.dumps(told | {"self_sha256": digest}, indent=2, allow_nan=False) + "\n").encode()
 
 
+def _write_folder(folder: Path, weights: bytes, config: bytes, taken: bool) -> None:
+    """Both files into a folder beside the target, then that folder into its place."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))  # beside it: a rename stays on one disk
+    try:
+        _write(staging / WEIGHTS, weights)
+        _write(staging / CONFIG, config)
+        staging.chmod(0o755)
+        _sync(staging)
+        if taken:
+            _replace(folder, staging)
+        else:
+            staging.rename(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
 def _replace(folder: Path, staging: Path) -> None:
     """Put `staging` in the place of `folder`, which comes back if that fails."""
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
@@ -161,13 +179,22 @@ def _sync(folder: Path) -> None:
 def _read(path: Path) -> bytes:
     try:
         raw = path.read_bytes()
-    except OSError as error:
-        raise BadFileError(
-            f"{path} cannot be read ({error.strerror}): a saved model is a folder with {WEIGHTS} and {CONFIG}."
-        ) from error
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        hint = f"a saved model is a folder with {WEIGHTS} and {CONFIG}."
+        if kept := _set_aside(path.parent):
+            hint = f"an overwriting save was cut off here; the model before it is in {kept}."
+        raise BadFileError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): {hint}") from error
     if raw.startswith(PICKLES):
         raise BadFileError(f"{path} is a pickle or zip file, which can run code when it is read: refused. {REMEDY}")
     return raw
+
+
+def _set_aside(folder: Path) -> Path | None:
+    """The old model, where a save was killed between its two renames."""
+    with suppress(OSError, ValueError):
+        if not folder.exists():
+            return next(folder.parent.glob(f".{glob.escape(folder.name)}.old.*/{glob.escape(folder.name)}"), None)
+    return None
 
 
 def _read_config(path: Path) -> dict[str, Any]:

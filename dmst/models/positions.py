@@ -59,7 +59,7 @@ class LearnedPosition(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.table, std=self.std, a=-2 * self.std, b=2 * self.std)
+        nn.init.normal_(self.table, std=self.std)
 
     def forward(self, z: Tensor, grid: tuple[int, int]) -> Tensor:
         if grid == self.grid:

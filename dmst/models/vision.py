@@ -142,9 +142,9 @@ class VisionModel(nn.Module):
         if prune_norm:
             self.norm = nn.Identity()
         if prune_head:
+            self.reset_classifier(0, "")
             self.class_blocks = nn.ModuleList()
             self.config = replace(self.config, readout_depth=0)
-            self.reset_classifier(0, "")
         return taken
 
     # --- the classifier ----------------------------------------------------------------------------------------------
@@ -198,8 +198,7 @@ class VisionModel(nn.Module):
 
     def reset_parameters(self) -> None:
         if self.cls_token is not None:
-            std = self.config.token_std
-            nn.init.trunc_normal_(self.cls_token, std=std, a=-2 * std, b=2 * std)
+            nn.init.normal_(self.cls_token, std=self.config.token_std)
 
     @torch.no_grad()
     def init_weights(self) -> None:

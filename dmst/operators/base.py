@@ -1,5 +1,6 @@
 """The contract of an operator: an `nn.Module` on tokens (b, n, d) with three methods, no norm and no residual.
 
+    __init__(dim, num_heads, *, bias, proj_drop, device, dtype, ...)     what networks pass, then its own options by keyword
     forward(z, *, grid=None)          the update (b, n, d)
     decompose(z, *, grid=None)        Parts: what it computed on the way, every head, also the silent ones
     rate(z, *, eps, grid=None)        the objective it was derived from, (b,) in nats; None where there is none
