@@ -16,6 +16,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -49,10 +50,11 @@ class MissingExtraError(DmstError, ImportError):
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """The error for `name`, with the nearest known name and the whole list."""
+    """The error for `name`, with the nearest known name where one is near, and the whole list."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    lower = {n.lower(): n for n in names}
+    near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
+    hint = f" Did you mean {lower[near[0]]!r}?" if near else ""
     return UnknownNameError(f"unknown {what} {name!r}.{hint} Known: {', '.join(names) or 'none'}.")
 
 
@@ -100,5 +102,13 @@ def need(module: str, extra: str) -> ModuleType:
     except Exception as error:
         raise MissingExtraError(
             f"{module} is installed and does not import ({type(error).__name__}: {error}). Mostly it was built for another "
-            "torch than the one that is here: install versions that belong together, as in requirements/constraints.txt."
+            f"torch than the one that is here ({_version_of('torch')}; torchvision {_version_of('torchvision')}): both must "
+            "be of one release and one build, CPU or CUDA, so install both from the same index."
         ) from error
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dmst import cli
+from dmst.models import list_models
 from dmst.operators import OPERATORS
 
 
@@ -21,6 +22,20 @@ def test_operators_lists_every_operator_and_its_options() -> None:
         assert name in text
     assert "mode='listing'" in text
     assert "Decoupled" in text
+
+
+def test_models_fit_a_narrow_terminal() -> None:
+    result = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(cli.app, ["models"])
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == list_models()
+    assert max(len(line) for line in lines[:-1]) <= 80
+    row = next(line for line in lines if line.startswith("dmst_tiny_patch16_224"))
+    assert row.split() == ["dmst_tiny_patch16_224", "dmsa", "192", "12", "4", "196", "5,587,426", "5,778,496"]
+    assert run("models", "vit")[1].count("vit_") == len(list_models("vit_*"))
+    code, text = run("models", "resnet*")
+    assert code == 1
+    assert "No network matches 'resnet*'" in text
 
 
 def test_version_and_help() -> None:

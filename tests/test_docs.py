@@ -125,11 +125,10 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
 
 
 def test_nothing_of_one_machine_is_written_down() -> None:
-    for path in (
-        *DOCUMENTS,
-        ROOT / "pyproject.toml",
-        ROOT / "Makefile",
-        ROOT / ".ci/run",
-        ROOT / "requirements/constraints.txt",
-    ):
-        assert not re.search(r"(?<![\w.])/(home|root|work|tmp|Users|opt)/", path.read_text()), path.name
+    """No absolute path of a machine in any text file that a clone holds (this test spells the pattern, and is left out)."""
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT).stdout.split("\n")
+    names = [name for name in listed if name and not name.endswith(".png")] or ["README.md"]  # an sdist has no git
+    for name in names:
+        if name != "tests/test_docs.py" and (ROOT / name).is_file():
+            found = re.search(r"(?<![\w.:])/(home|root|work|tmp|Users|opt)/\S*", (ROOT / name).read_text(encoding="utf-8"))
+            assert not found, (name, found)

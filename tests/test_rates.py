@@ -58,6 +58,8 @@ def test_every_quantity_is_the_objective_of_the_parts() -> None:
     assert torch.allclose(found["coding"], objective.coding_rate(traced.normed, eps=0.5).double())
     complete = objective.complete_rate(traced.normed, block.operator.subspaces(), share, eps=0.5)
     assert torch.allclose(found["complete"].float(), complete)
+    every = objective.variational_rate(traced.parts.projected, share, eps=0.5, width="head_dim", unit_norm=True)
+    assert torch.allclose(found["all_heads"].float(), every) and (found["all_heads"] >= found["variational"]).all()
     assert torch.equal(found["active"], (traced.parts.gate != 0).sum(-1).double())
     assert torch.allclose(found["mass"], pi.sum(1).mean(-1))
     assert (found["raw"] > found["variational"]).all() or (found["mass"] < 1).any()
@@ -67,7 +69,7 @@ def test_it_streams() -> None:
     """Batches of any size give the mean and standard deviation of the whole, with empty ones among them."""
     network = model()
     whole = layer_rates(network, IMAGES, batch_size=64)
-    parts = layer_rates(network, iter([IMAGES[:3], IMAGES[:0], IMAGES[3:4], IMAGES[4:]]))
+    parts = layer_rates(network, iter([(IMAGES[:3], "labels"), IMAGES[:0], IMAGES[3:4], IMAGES[4:]]))
     assert whole.images == parts.images == 7
     for name in QUANTITIES:
         assert parts.mean[name] == pytest.approx(whole.mean[name], rel=1e-6)

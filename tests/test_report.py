@@ -18,7 +18,7 @@ from PIL import Image
 
 from dmst import create_model
 from dmst.analysis import charts, membership, report
-from dmst.analysis.membership import RAMP, colour, enlarge, gate_by_class, lay_out, maps, overlay, picture, png, sheet
+from dmst.analysis.membership import RAMP, colour, enlarge, fit, gate_by_class, lay_out, maps, overlay, picture, png, sheet
 from dmst.errors import OptionError
 
 # --- maps --------------------------------------------------------------------------------------------------------------
@@ -74,6 +74,9 @@ def test_pictures_tiles_and_overlays() -> None:
     assert (
         page.shape == (14, 14, 3) and (page[6:8] == 255).all() and (page[8:, :6] == big).all() and (page[8:, 8:] == 255).all()
     )
+    named = lay_out([[big]], [["head 3"]])
+    assert named.shape == (22, 6, 3) and (named[:6] == big).all() and named[6:].min() < 200  # ink under the tile
+    assert fit(big, 13).shape == (12, 12, 3) and fit(np.zeros((40, 20, 3), np.uint8), 10).shape == (10, 5, 3)
     assert (overlay(big, torch.ones(1, 1), strength=1.0) == RAMP[-1]).all()
     assert (overlay(big, torch.ones(1, 1), strength=0.0) == big).all()
     back = np.asarray(Image.open(io.BytesIO(png(page))))
@@ -88,12 +91,15 @@ def test_a_sheet_shows_every_head_and_which_are_silent() -> None:
     gate = trace.layers[0].parts.gate
     gate[1] = torch.tensor([1.0, 0.0])
     page = sheet(trace, images, size=16)
-    assert page.shape == (3 * 16 + 2 * 4, 3 * 16 + 2 * 4, 3)
+    assert page.shape == (3 * 32 + 2 * 6, 3 * 16 + 2 * 6, 3)
     plain = enlarge(picture(images[1]), 2)
-    assert (page[20:36, :16] == plain).all()
-    assert (page[20:36, 20:36] == overlay(plain, maps(trace)[1, 0])).all()
-    silent = page[20:36, 40:56]
+    assert (page[38:54, :16] == plain).all()
+    assert (page[38:54, 22:38] == overlay(plain, maps(trace)[1, 0])).all()
+    silent = page[38:54, 44:60]
     assert (silent[..., 0] == silent[..., 2]).all() and silent.min() >= 178  # grey, faint, no membership in it
+    for wrong in (images[0], torch.cat((images, images))):
+        with pytest.raises(OptionError, match="at most 3 images"):
+            sheet(trace, wrong)
 
 
 def test_gates_by_class() -> None:

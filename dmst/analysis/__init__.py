@@ -4,8 +4,10 @@ rates.py (how many nats each layer's tokens cost)      membership.py (which toke
 charts.py (lines and tables of cells, as SVG and HTML) report.py (one self-contained page of them)
 """
 
-from dmst.analysis.membership import gate_by_class, maps, sheet
+from dmst.analysis.membership import colour, gate_by_class, maps, overlay, picture, sheet
 from dmst.analysis.rates import LayerRates, layer_rates
 from dmst.analysis.report import Section, write_report
 
-__all__ = ["LayerRates", "Section", "gate_by_class", "layer_rates", "maps", "sheet", "write_report"]
+__all__ = [
+    "LayerRates", "Section", "colour", "gate_by_class", "layer_rates", "maps", "overlay", "picture", "sheet", "write_report",
+]  # fmt: skip

@@ -34,7 +34,7 @@ def line_chart(
     whole_x: bool = True,
 ) -> str:
     """One SVG. NaN points are left out."""
-    left, right, top, bottom = 56, 16, 14, 44
+    left, right, top, bottom = 66, 16, 14, 44
     xs = [x for line in lines for x in line.xs]
     ys = [y for line in lines for row in (line.ys, line.low, line.high) if row is not None for y in row if math.isfinite(y)]
     if not xs or not ys:
@@ -114,7 +114,7 @@ def cells(
                 body += f'<td class="zero{edge}">{"" if math.isnan(value) else "0"}</td>'
             else:
                 part = min(max(value / high, 0.0), 1.0)
-                body += f'<td class="cell{" strong" if part > 0.55 else ""}{edge}" style="--v:{part:.3f}">{value:.2f}</td>'
+                body += f'<td class="cell{" strong" if part > 0.72 else ""}{edge}" style="--v:{part:.3f}">{value:.2f}</td>'
         body += "</tr>"
     return f'<div class="scroll"><table class="cells"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
 

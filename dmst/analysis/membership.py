@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -79,34 +79,52 @@ def overlay(image: Pixels, values: Tensor, low: float = 0.0, high: float = 1.0, 
     return np.round(mixed).astype(np.uint8)
 
 
-def sheet(trace: Trace, images: Tensor, layer: int = -1, *, size: int = 112, low: float = 0.0, high: float = 1.0) -> Pixels:
-    """Images down; the image itself and then every head across, its memberships laid over the image.
+def sheet(trace: Trace, images: Tensor, layer: int = -1, *, size: int = 160, low: float = 0.0, high: float = 1.0) -> Pixels:
+    """One picture: images down; the image and then every head across, its memberships laid over the image, its gate under it.
 
-    A head that is silent for an image (gate exactly 0) is left as the faint image alone.
+    `size` is the longer side of a tile in pixels; `low` and `high` are the ends of the colours. A head that is silent for an
+    image (gate exactly 0) is left as the faint image alone. Takes the first images of the trace, or all of them.
     """
     values, gate = maps(trace, layer), trace.layers[layer].parts.gate
-    rows = []
+    if images.ndim != 4 or len(images) > len(values):
+        raise OptionError(
+            f"images has shape {tuple(images.shape)}: it must be (images, channels, h, w), at most {len(values)} images."
+        )
+    rows: list[list[Pixels]] = []
+    words: list[list[str]] = []
     for i, image in enumerate(images):
-        plain = picture(image)
-        plain = enlarge(plain, max(1, round(size / max(plain.shape[:2]))))
-        row = [plain]
+        plain = fit(picture(image), size)
+        rows.append([plain])
+        words.append(["image"])
         for k in range(values.shape[1]):
-            silent = gate is not None and bool(gate[i, k] == 0)
-            row.append(_faint(plain) if silent else overlay(plain, values[i, k], low, high))
-        rows.append(row)
-    return lay_out(rows)
+            g = None if gate is None else gate[i, k].item()
+            rows[-1].append(_faint(plain) if g == 0 else overlay(plain, values[i, k], low, high))
+            words[-1].append(f"head {k}" if g is None else f"head {k}: silent" if g == 0 else f"head {k}: gate {g:.2f}")
+    return lay_out(rows, words)
 
 
-def lay_out(rows: Sequence[Sequence[Pixels]], gap: int = 4, background: tuple[int, int, int] = (255, 255, 255)) -> Pixels:
-    """Tiles of one size, in rows."""
+def fit(pixels: Pixels, size: int) -> Pixels:
+    """The longer side brought to about `size`: whole squares when it grows, averaged when it shrinks."""
+    longer = max(pixels.shape[:2])
+    if longer <= size:
+        return enlarge(pixels, max(1, size // longer))
+    height, width = (max(1, round(side * size / longer)) for side in pixels.shape[:2])
+    return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BOX))
+
+
+def lay_out(rows: Sequence[Sequence[Pixels]], words: Sequence[Sequence[str]] = (), gap: int = 6) -> Pixels:
+    """Tiles of one size in rows on white, with a line of words under each where there are some."""
     tall, wide = rows[0][0].shape[:2]
-    across = max(len(row) for row in rows)
-    page = np.empty(((tall + gap) * len(rows) - gap, (wide + gap) * across - gap, 3), np.uint8)
-    page[:] = background
+    line = 16 if words else 0
+    down, across = tall + line + gap, wide + gap
+    page = Image.new("RGB", (across * max(len(row) for row in rows) - gap, down * len(rows) - gap), (255, 255, 255))
+    pen = ImageDraw.Draw(page)
     for i, row in enumerate(rows):
         for j, tile in enumerate(row):
-            page[i * (tall + gap) : i * (tall + gap) + tall, j * (wide + gap) : j * (wide + gap) + wide] = tile
-    return page
+            page.paste(Image.fromarray(tile), (j * across, i * down))
+            if words:
+                pen.text((j * across, i * down + tall + 2), words[i][j], fill=(60, 64, 70))
+    return np.asarray(page)
 
 
 def _faint(pixels: Pixels) -> Pixels:

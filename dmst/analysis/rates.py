@@ -3,6 +3,7 @@
     variational   R_var as the lineage publishes its curves: every projected token scaled to length 1, c = p/eps^2, each token's
                   memberships made to sum to 1, silent heads left out
     raw           the same with the memberships as computed (sigmoids need not sum to 1; the rate grows with their mass)
+    all_heads     the same as variational with every head counted, also the silent ones
     complete      R+, what lies outside a subspace paid for: c = d/eps^2, orthonormalised U, memberships sum to 1
     coding        R of all tokens as one Gaussian, c = d/eps^2: what grouping has to beat
     active        heads that are on, of k
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ from dmst.errors import OptionError, choose
 from dmst.models import VisionModel
 from dmst.operators import Operator, Parts
 
-QUANTITIES = ("variational", "raw", "complete", "coding", "active", "mass")
+QUANTITIES = ("variational", "raw", "all_heads", "complete", "coding", "active", "mass")
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ class LayerRates:
 
 
 def layer_rates(
-    model: VisionModel, images: Tensor | Iterable[Tensor], *, at: str = "input", eps: float = 0.1, batch_size: int = 64
+    model: VisionModel, images: Tensor | Iterable[Any], *, at: str = "input", eps: float = 0.1, batch_size: int = 64
 ) -> LayerRates:
-    """The rates of every layer of `model` over `images`: one tensor, or batches of any number."""
+    """The rates of every layer of `model` over `images`: one tensor, or batches of any number, also a loader's pairs."""
     choose("at", at, ("input", "output"))
     batches = images.split(batch_size) if isinstance(images, Tensor) else images
     count, mean, spread = 0, torch.zeros(()), torch.zeros(())
@@ -62,7 +64,9 @@ def layer_rates(
     try:
         with torch.no_grad():
             for batch in batches:
-                values = _values(model, batch, at, eps)  # (layers, quantities, b)
+                values = _values(
+                    model, batch[0] if isinstance(batch, tuple | list) else batch, at, eps
+                )  # (layers, quantities, b)
                 count, mean, spread = _merge(count, mean, spread, values)
     finally:
         model.train(was_training)
@@ -94,6 +98,7 @@ def rates_of(tokens: Tensor, parts: Parts, operator: Operator, *, eps: float = 0
     rate = {"eps": eps, "width": "head_dim", "unit_norm": True}
     found["variational"] = objective.variational_rate(projected, share, gate, **rate)  # type: ignore[arg-type]
     found["raw"] = objective.variational_rate(projected, membership, gate, **rate)  # type: ignore[arg-type]
+    found["all_heads"] = objective.variational_rate(projected, share, **rate)  # type: ignore[arg-type]
     found["complete"] = objective.complete_rate(tokens, subspaces, share, eps=eps)
     found["active"] = torch.full_like(coding, heads) if gate is None else (gate != 0).sum(-1).double()
     found["mass"] = total.mean((1, 2))

@@ -29,7 +29,7 @@ from rich.table import Table
 import dmst
 from dmst.data.digits import digits
 from dmst.demo.training import Recipe, Run, train
-from dmst.errors import DmstError, OptionError
+from dmst.errors import DmstError, OptionError, SaveError
 from dmst.models import load_model, save_model
 
 TWINS = ("tost_digits", "vit_digits")
@@ -63,7 +63,11 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = Rec
     out, console, recipe = Path(out), Console(), Recipe(epochs=epochs)
     jobs = [Job("vit_digits", 0), *(Job("dmst_digits", seed) for seed in range(seeds)), Job("tost_digits", 0)]
     models = out / "models"
-    models.mkdir(parents=True, exist_ok=True)
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        (out / "results.json").touch()
+    except OSError as error:
+        raise SaveError(f"{out} cannot be written to ({error.strerror}): choose another folder with --out.") from error
     workers = min(workers or os.cpu_count() or 1, len(jobs))
     console.print(f"[bold]dmst demo[/]: {len(jobs)} small networks learn to read digits, {workers} at a time on the CPU.")
     begun = time.perf_counter()

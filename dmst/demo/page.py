@@ -18,9 +18,11 @@ from dmst.analysis.rates import LayerRates, layer_rates
 from dmst.analysis.report import Section, image, ramp, table, tabs, tiles, write_report
 from dmst.data.digits import Split, digits
 from dmst.demo import Results, summary, versions
+from dmst.demo.training import Run
 from dmst.models import Trace, VisionModel
 
 COLOURS = {"dmst_digits": "c1", "tost_digits": "c2", "vit_digits": "c3"}
+MOST_MISTAKES = 24
 TILE = 80  # pixels of one map on the page
 
 
@@ -40,10 +42,10 @@ def write_page(path: Path, results: Results, dmst_model: VisionModel, tost_model
     lead = (
         f"<p>A <b>DMST</b> of {runs[0].parameters:,} parameters learnt to read handwritten digits on one CPU core in "
         f"{sum(run.seconds for run in runs) / len(runs):.0f} seconds, from nothing. Below: how it learnt, and what its layers "
-        "compute. Every picture is a tensor that the network used to answer, drawn cell for cell.</p>"
+        "compute. Every map is a tensor that the network computed, drawn cell for cell.</p>"
         + tiles(
             [
-                (f"{read:.1%}", f"of {len(split.test_labels)} unseen digits read, mean of {len(runs)} runs"),
+                (f"{read:.1%}", f"of {len(split.test_labels)} unseen digits read, {_mean(runs)}"),
                 (f"{runs[0].parameters:,}", "parameters"),
                 (f"{silent:.0%}", "of its heads silent, on average"),
                 (f"{results.seconds:.0f} s", f"for all {len(results.runs)} runs"),
@@ -86,7 +88,7 @@ def _learning(results: Results) -> str:
     columns = ("network", "attention", "held-out digits read", "runs", "parameters", "training images/s, one core")
     return (
         "<p>Three networks with one skeleton: only the attention layer differs. Runs with the same seed see the same batches. "
-        f"The band of DMST spans its {len(results.of('dmst_digits'))} runs.</p>"
+        f"{_band(results.of('dmst_digits'))}</p>"
         + table(columns, summary(results))
         + f'<div class="charts">{charts}</div>'
         + '<p class="note">A demonstration, not a contest: the twins have one run each, and one digit more or less is '
@@ -117,7 +119,9 @@ def _map_table(trace: Trace, layer: int, chosen: Sequence[int], split: Split, lo
     row = ""
     for i in chosen:
         says, truth = int(sure[i].argmax()), int(split.test_labels[i])
-        row += f"<td>{_figure(picture(split.test_images[i]), f'digit {truth}', f'read as {says}, {sure[i, says]:.0%}')}</td>"
+        wrong = "" if says == truth else f"<b>is {truth},</b> "
+        caption = f"{wrong}read as {says}, {sure[i, says]:.0%}"
+        row += f"<td>{_figure(picture(split.test_images[i]), f'digit {truth}', caption)}</td>"
     out = [f"<tr><th scope=row>image</th>{row}</tr>"]
     for k in range(every.shape[1]):
         row = ""
@@ -137,8 +141,8 @@ def _gates(mine: Trace, split: Split) -> str:
     on = [(layer.parts.gate != 0).double().sum(-1).mean().item() for layer in mine.layers]  # type: ignore[union-attr]
     said = ", ".join(f"{count:.1f} in layer {i + 1}" for i, count in enumerate(on))
     return (
-        f"<p>Mean gate over the unseen images of each digit. The gates of a layer sum to 1 for every image; of {heads} heads "
-        f"are on: {said}. Nobody told the network which digit uses which head.</p>"
+        f"<p>Mean gate over the unseen images of each digit. The gates of a layer sum to 1 for every image. Heads "
+        f"that are on, of {heads}: {said}. Nobody told the network which digit uses which head.</p>"
         + cells(
             torch.cat(use, 1).tolist(),
             [str(digit) for digit in range(10)],
@@ -169,11 +173,9 @@ def _rates(rates: dict[tuple[str, str], LayerRates]) -> str:
         return out
 
     before, after = rates["dmst_digits", "input"], rates["dmst_digits", "output"]
+    other = rates["tost_digits", "input"]
     steps = [b - a for a, b in zip(before.mean["variational"], after.mean["variational"], strict=True)]
     falls = [f"layer {i + 1} {'lowers' if step < 0 else 'raises'} it by {abs(step):.2f}" for i, step in enumerate(steps)]
-    full = {name: rates[name, "input"].mean["complete"] for name in ("dmst_digits", "tost_digits")}
-    gap = sum(full["dmst_digits"]) / len(full["dmst_digits"]) - sum(full["tost_digits"]) / len(full["tost_digits"])
-    active = before.mean["active"]
     charts = line_chart(lines("variational"), "layer", "variational rate, nats") + line_chart(
         lines("complete"), "layer", "complete rate, nats"
     )
@@ -182,28 +184,33 @@ def _rates(rates: dict[tuple[str, str], LayerRates]) -> str:
         "code the tokens inside their subspaces. Measured with memberships computed anew after the step, here "
         f"{escape('; '.join(falls))} nats.</p>"
         f'<div class="charts">{charts}</div>'
-        f"<p>Read the left picture with care. DMST lies below ToST mostly because silent heads cost nothing there: "
-        f"{sum(active) / len(active):.1f} of its heads are on. The <b>complete rate</b> on the right also charges for "
-        f"what lies outside the subspaces; there the difference is {gap:+.1f} nats.</p>"
+        f"<p>Read the left picture with care: silent heads cost nothing there, and {_average(before, 'active'):.1f} of DMST's "
+        f"heads are on. With every head counted the two rates are {_average(before, 'all_heads'):.1f} (DMST) and "
+        f"{_average(other, 'all_heads'):.1f} nats (ToST). The <b>complete rate</b> on the right also charges for what lies "
+        f"outside the subspaces: {_average(before, 'complete'):.1f} and {_average(other, 'complete'):.1f}. Means over layers "
+        "and images.</p>"
         f'<p class="note">{escape(before.convention)}. Complete rate: c = d/eps², orthonormalised U. Bands: one standard '
         "deviation over images. The printed form of DMSA has a free output matrix, so descent is measured, not promised.</p>"
     )
 
 
 def _mistakes(logits: Tensor, split: Split) -> str:
-    sure = logits.softmax(-1)
-    wrong = (logits.argmax(-1) != split.test_labels).nonzero().flatten().tolist()
-    if not wrong:
+    """The surest mistakes first, a few rows of them."""
+    sure, says = logits.softmax(-1).max(-1)
+    wrong = (says != split.test_labels).nonzero().flatten()
+    surest = wrong[sure[wrong].argsort(descending=True)].tolist()
+    if not surest:
         return "<p>None in this run.</p>"
     figures = "".join(
         _figure(
             picture(split.test_images[i]),
             f"digit {int(split.test_labels[i])}",
-            f"is {int(split.test_labels[i])}, read as {int(logits[i].argmax())}<br>{sure[i].max():.0%} sure",
+            f"is {int(split.test_labels[i])}, read as {int(says[i])}<br>{sure[i]:.0%} sure",
         )
-        for i in wrong
+        for i in surest[:MOST_MISTAKES]
     )
-    return f'<p>{len(wrong)} of {len(split.test_labels)} unseen digits, first run.</p><div class="wrong">{figures}</div>'
+    rest = f" The {MOST_MISTAKES} surest:" if len(wrong) > MOST_MISTAKES else ""
+    return f'<p>{len(wrong)} of {len(split.test_labels)} unseen digits, first run.{rest}</p><div class="wrong">{figures}</div>'
 
 
 def _made(results: Results) -> str:
@@ -211,7 +218,8 @@ def _made(results: Results) -> str:
     told = ", ".join(f"{name} {version}" for name, version in versions().items())
     return (
         "<ul>"
-        f"<li>Command: <code>make demo</code>, or <code>dmst demo</code>. {escape(told)}. Each run on one CPU thread.</li>"
+        f"<li>Command: <code>dmst demo --epochs {recipe.epochs} --seeds {len(results.of('dmst_digits'))}</code> "
+        f"(<code>make demo</code>: 16 and 3). {escape(told)}. Each run on one CPU thread.</li>"
         "<li>Data: the 1,797 digits that scikit-learn ships (8 by 8 pixels); every fifth image is held out.</li>"
         f"<li>Recipe, the same for all: {recipe.epochs} epochs of batches of {recipe.batch_size}; Muon ({recipe.matrix_lr:g}) "
         f"for the matrices of the blocks, AdamW ({recipe.lr:g}) for the rest; small turns, zooms and shifts; mixed images; "
@@ -220,6 +228,18 @@ def _made(results: Results) -> str:
         "<li>Numbers: <code>results.json</code> beside this page. Networks: <code>models/</code>, for "
         "<code>dmst.load_model</code>.</li></ul>"
     )
+
+
+def _mean(runs: Sequence[Run]) -> str:
+    return f"mean of {len(runs)} runs" if len(runs) > 1 else "one run"
+
+
+def _band(runs: Sequence[Run]) -> str:
+    return f"The band of DMST spans its {len(runs)} runs." if len(runs) > 1 else ""
+
+
+def _average(rates: LayerRates, quantity: str) -> float:
+    return sum(rates.mean[quantity]) / len(rates.mean[quantity])
 
 
 def _figure(pixels: object, alt: str, caption: str) -> str:

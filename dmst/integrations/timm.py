@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from dmst.errors import need
 from dmst.models import VisionModel, zoo
+from dmst.models.preprocessing import pretrained_cfg
 
 need("torchvision", "timm")  # timm needs it, and a torchvision built for another torch fails: first, so that the error names it
 layers, models = need("timm.layers", "timm"), need("timm.models", "timm")
@@ -27,7 +28,7 @@ layers, models = need("timm.layers", "timm"), need("timm.models", "timm")
 
 def _cfg(name: str) -> dict[str, Any]:
     """timm writes tuples where JSON has lists."""
-    told = zoo.pretrained_cfg(zoo.model_config(name))
+    told = pretrained_cfg(zoo.model_config(name))
     return {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
 
 
@@ -61,7 +62,7 @@ def _build(
 
 def _fit(weights: dict[str, Tensor], model: VisionModel) -> dict[str, Tensor]:
     """Weights of another size of image or number of channels, adapted as timm adapts its own; what cannot be stays as it is."""
-    config, cfg = model.config, cast("dict[str, Any]", model.pretrained_cfg)  # timm has just put it there
+    config, cfg = model.config, model.pretrained_cfg
     first = f"{cfg['first_conv']}.weight"
     kernel, table = weights.get(first), weights.get("position.table")
     if kernel is not None and kernel.ndim == 4 and kernel.shape[1] == 3:

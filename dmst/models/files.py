@@ -30,8 +30,10 @@ from torch import Tensor
 import dmst
 from dmst.errors import BadFileError, OptionError, SaveError
 from dmst.models.config import ModelConfig
+from dmst.models.preprocessing import pretrained_cfg
 from dmst.models.vision import VisionModel
-from dmst.models.zoo import MODELS, model_config, pretrained_cfg, timm_name
+from dmst.models.zoo import MODELS, model_config, timm_name
+from dmst.operators import OPERATORS
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -57,7 +59,13 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
             "the model is on the meta device and has no values to save: model.to_empty(...), then load or init_weights."
         )
     tensors = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
-    _fit(folder / WEIGHTS, tensors, VisionModel(model.config, device="meta"))  # what could not be loaded is not written
+    try:
+        _fit(Path("the model"), tensors, VisionModel(model.config, device="meta"))
+    except BadFileError as error:  # what could not be loaded is not written
+        raise OptionError(
+            f"not saved, because it could not be loaded again: {error} Change a network by its own methods "
+            "(model.reset_classifier for another number of classes), not by putting other modules into it."
+        ) from error
     weights = safetensors.torch.save(tensors)
     try:
         _write_folder(folder, weights, _canonical(_describe(model.config, weights)), taken)
@@ -233,6 +241,11 @@ def _verified_config(folder: Path, told: dict[str, Any], raw: bytes) -> ModelCon
         version = told["dmst"].get("version")
         raise BadFileError(
             f"{folder / CONFIG} was written by dmst {version} and says {sorted(unknown)}, unknown to {dmst.__version__}."
+        )
+    if isinstance(written.get("operator"), str) and written["operator"] not in OPERATORS:
+        raise BadFileError(
+            f"{folder / CONFIG}: the model was saved with operator {written['operator']!r}, which is not in dmst.OPERATORS. "
+            "Import the module that puts it there first."
         )
     return ModelConfig(**written)
 

@@ -18,13 +18,13 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dmst.errors import OptionError, ShapeError, choose
-from dmst.kernels.autocast import autocast_is_on
+from dmst.errors import OptionError, choose
 from dmst.models.block import Block, LayerTrace
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.config import ModelConfig
 from dmst.models.linear import Linear
 from dmst.models.positions import POSITIONS
+from dmst.models.preprocessing import check_images, pretrained_cfg
 from dmst.models.stems import STEMS
 
 Grid = tuple[int, int]
@@ -54,6 +54,7 @@ class VisionModel(nn.Module):
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head: nn.Module = self._classifier(config.num_classes, **factory)
         self.grad_checkpointing = False
+        self.pretrained_cfg = self.default_cfg = pretrained_cfg(config)  # two names of timm for one thing
         self.reset_parameters()
 
     # --- from images to logits ---------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class VisionModel(nn.Module):
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters that stay undecayed though they are matrices: tokens, positions, scales, temperatures."""
+        """Parameters, besides biases and norms, that should not be decayed: tokens, positions, scales, temperatures."""
         ends = ("cls_token", "position.table", ".scale", ".temperature", ".theta")
         return {name for name, _ in self.named_parameters() if name.endswith(ends)}
 
@@ -229,26 +230,9 @@ class VisionModel(nn.Module):
 
     def _grid(self, images: Tensor) -> Grid:
         """Rows and columns of patches, or an error that says what does not fit."""
-        config = self.config
-        if images.ndim != 4 or images.shape[1] != config.in_chans:
-            raise ShapeError(
-                f"{config.name} takes images of shape (batch, {config.in_chans}, height, width), not {tuple(images.shape)}."
-                + (" Build it with in_chans= for another number of channels." if images.ndim == 4 else "")
-            )
-        for what, side in zip(("height", "width"), images.shape[2:], strict=True):
-            if side % config.patch_size or not side:
-                raise ShapeError(
-                    f"{config.name} cuts patches of {config.patch_size} pixels, and the {what} is {side}: "
-                    "resize or pad it to a multiple."
-                )
         dtype = next(self.stem.parameters()).dtype
-        doubles = torch.float64 in (images.dtype, dtype)  # which autocast leaves alone
-        mixed = autocast_is_on(images) and images.is_floating_point() and not doubles
-        if images.dtype != dtype and not mixed:
-            raise ShapeError(
-                f"{config.name} holds {dtype} weights and was given {images.dtype} images: convert one, or use autocast."
-            )
-        return images.shape[2] // config.patch_size, images.shape[3] // config.patch_size
+        check_images(images, self.config, dtype)
+        return images.shape[2] // self.config.patch_size, images.shape[3] // self.config.patch_size
 
     def _indices(self, indices: int | Sequence[int] | None) -> list[int]:
         depth = len(self.blocks)

@@ -14,7 +14,6 @@ from typing import Any
 
 from dmst.errors import OptionError, unknown_name
 from dmst.models.config import ModelConfig
-from dmst.models.stems import STEMS
 from dmst.models.vision import VisionModel
 
 Row = dict[str, Any]
@@ -66,13 +65,6 @@ SMALL: dict[str, Row] = {
     },
 }  # fmt: skip
 
-# mean and standard deviation of the pixels, by channel
-STATISTICS = {
-    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    "cifar": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "digits": ((0.5,), (0.5,)),
-}
-
 
 def _table() -> tuple[dict[str, Row], dict[str, str]]:
     """Full names to rows, short names to full ones."""
@@ -100,8 +92,8 @@ WEIGHTS: dict[str, str] = {}  # model -> weights that ship with the package
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """Full names that match a pattern such as "dmst_*"."""
-    return sorted(fnmatch.filter(MODELS, pattern))
+    """Full names that match a pattern such as "dmst_*"; a bare word is looked for anywhere in the name."""
+    return sorted(fnmatch.filter(MODELS, pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"))
 
 
 def model_config(name: str, **overrides: Any) -> ModelConfig:
@@ -110,24 +102,6 @@ def model_config(name: str, **overrides: Any) -> ModelConfig:
     if not isinstance(full, str) or full not in MODELS:
         raise unknown_name("model", name, [*MODELS, *ALIASES])
     return ModelConfig(**MODELS[full]).change(**overrides)
-
-
-def pretrained_cfg(config: ModelConfig) -> dict[str, Any]:
-    """What timm calls `pretrained_cfg`: how to prepare images for the model, and where its first and last layers are."""
-    mean, std = STATISTICS.get(config.name.rpartition("_")[2], STATISTICS["imagenet"])
-    return {
-        "num_classes": config.num_classes,
-        "input_size": [config.in_chans, *config.img_size],  # type: ignore[misc]
-        "pool_size": None,
-        "fixed_input_size": False,
-        "interpolation": "bicubic",
-        "crop_pct": 0.875 if config.img_size == (224, 224) else 1.0,
-        "mean": list(mean if len(mean) == config.in_chans else [0.5] * config.in_chans),
-        "std": list(std if len(std) == config.in_chans else [0.5] * config.in_chans),
-        "first_conv": f"stem.{STEMS[config.stem].first}",
-        "classifier": "head",
-        "license": "apache-2.0",
-    }
 
 
 def create_model(

@@ -1,0 +1,66 @@
+"""Images at the door: how to prepare them for a network, in timm's words (`pretrained_cfg`), and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmst.errors import ShapeError
+from dmst.kernels.autocast import autocast_is_on
+from dmst.models.config import ModelConfig
+from dmst.models.stems import STEMS
+
+# mean and standard deviation of the pixels (0 to 1), by channel
+STATISTICS = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "cifar": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "digits": ((0.5,), (0.5,)),
+}
+
+
+def pretrained_cfg(config: ModelConfig) -> dict[str, Any]:
+    """Input size, mean, std, interpolation, crop; and the names of the first and last layers."""
+    mean, std = STATISTICS.get(config.name.rpartition("_")[2], STATISTICS["imagenet"])
+    if len(mean) != config.in_chans:
+        mean = std = (0.5,) * config.in_chans
+    return {
+        "num_classes": config.num_classes,
+        "input_size": [config.in_chans, *config.img_size],  # type: ignore[misc]
+        "pool_size": None,
+        "fixed_input_size": False,
+        "interpolation": "bicubic",
+        "crop_pct": 0.875 if config.img_size == (224, 224) else 1.0,
+        "mean": list(mean),
+        "std": list(std),
+        "first_conv": f"stem.{STEMS[config.stem].first}",
+        "classifier": "head",
+        "license": "apache-2.0",
+    }
+
+
+def check_images(images: Tensor, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Refuse what the network cannot read, and say what to do."""
+    name, size = config.name, config.patch_size
+    if not isinstance(images, Tensor):
+        raise ShapeError(
+            f"{name} takes a torch tensor of images (batch, {config.in_chans}, height, width), not {type(images)}."
+        )
+    if images.ndim != 4 or images.shape[1] != config.in_chans:
+        hint = "Build it with in_chans= for another number of channels."
+        if images.ndim == 3:
+            hint = "For one image: images[None]."
+        elif images.ndim == 4 and images.shape[3] == config.in_chans:
+            hint = "The channels are last: images.permute(0, 3, 1, 2)."
+        shape = tuple(images.shape)
+        raise ShapeError(f"{name} takes images of shape (batch, {config.in_chans}, height, width), not {shape}. {hint}")
+    for what, side in zip(("height", "width"), images.shape[2:], strict=True):
+        if side % size or not side:
+            raise ShapeError(f"{name} cuts patches of {size} pixels, and the {what} is {side}: resize or pad it to a multiple.")
+    if not images.is_floating_point():
+        raise ShapeError(f"{name} was given {images.dtype} images: scale and normalise them, (images / 255 - mean) / std.")
+    doubles = torch.float64 in (images.dtype, dtype)  # which autocast leaves alone
+    if images.dtype != dtype and (doubles or not autocast_is_on(images)):
+        way = f"images.to({dtype})" if doubles else f"images.to({dtype}), or torch.autocast"
+        raise ShapeError(f"{name} holds {dtype} weights and was given {images.dtype} images: {way}.")
