@@ -50,11 +50,12 @@ class MissingExtraError(DmstError, ImportError):
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """The error for `name`, with the nearest known name where one is near, and the whole list."""
+    """The error for `name`, with the nearest known name and the whole list."""
     names = sorted(known)
     lower = {n.lower(): n for n in names}
-    near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
-    hint = f" Did you mean {lower[near[0]]!r}?" if near else ""
+    near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.0)
+    alike = near and difflib.SequenceMatcher(None, str(name).lower(), near[0]).ratio() >= 0.5
+    hint = f" Did you mean {lower[near[0]]!r}?" if alike else f" The nearest is {lower[near[0]]!r}." if near else ""
     return UnknownNameError(f"unknown {what} {name!r}.{hint} Known: {', '.join(names) or 'none'}.")
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import dmst
 from dmst import cli
 from dmst.data.digits import digits
-from dmst.demo import Job, Results, _next, _train_all, run_demo, summary
+from dmst.demo import Job, Results, _fresh, _next, _say, _train_all, run_demo, summary
 from dmst.demo.training import Recipe, Run, accuracy, batches, distort, mix, schedule, train
 from dmst.errors import DmstError, MissingExtraError, OptionError, SaveError
 from tests.test_report import check_page
@@ -131,10 +131,37 @@ def test_bad_input_and_failures(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="seeds is 0"):
         run_demo(tmp_path, seeds=0)
     (tmp_path / "file").touch()
-    with pytest.raises(SaveError, match="choose another folder with --out"):
+    with pytest.raises(OptionError, match="holds something else than a demo"):
         run_demo(tmp_path / "file")
+    with pytest.raises(SaveError, match="cannot be written to"):
+        run_demo(tmp_path / "file" / "below")
     with pytest.raises(DmstError, match=r"the demo stopped: UnknownNameError: unknown model 'nobody'"):
         _train_all([Job("nobody", 0)], tmp_path, Recipe(epochs=1), 1, Console(quiet=True))
+
+
+def test_an_earlier_demo_is_kept_and_anything_else_refused(tmp_path: Path) -> None:
+    out, quiet = tmp_path / "[v1]", Console(quiet=True)
+    for turn in range(3):
+        assert _fresh(out, quiet) == out
+        assert [x.name for x in out.iterdir()] == ["models"] and not any((out / "models").iterdir())
+        (out / "results.json").write_text(str(turn))
+    kept = {x.name: (x / "results.json").read_text() for x in tmp_path.iterdir()}
+    assert kept == {"[v1]": "2", "[v1]-1": "0", "[v1]-2": "1"}
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(OptionError, match="holds something else than a demo"):
+        _fresh(out, quiet)
+    assert (out / "thesis.txt").read_text() == "mine" and (out / "results.json").read_text() == "2"
+
+
+def test_a_run_without_its_parent_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        @staticmethod
+        def is_alive() -> bool:
+            return False
+
+    monkeypatch.setattr("multiprocessing.parent_process", Gone)
+    with pytest.raises(SystemExit):
+        _say(None, 0, 0.5)
 
 
 def test_a_run_that_died_is_noticed() -> None:
@@ -146,6 +173,8 @@ def test_a_run_that_died_is_noticed() -> None:
             raise queue.Empty
 
     assert _next(Silence(), [Dead()]) == (-1, "failed", "a process ended with code -9")
+    Dead.exitcode = 1
+    assert "__main__" in _next(Silence(), [Dead()])[2]
 
 
 def test_without_scikit_learn_it_says_what_to_install(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dmst.errors import BadFileError, DmstError, OptionError, SaveError
 from dmst.models import VisionModel, create_model, files, load_model, save_model
+from dmst.operators import DMSA, OPERATORS
 from dmst.operators.orthonormal import is_orthonormal
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -94,8 +95,10 @@ def test_exact_with_orthonormal_subspaces(dtype: torch.dtype, tmp_path: Path) ->
     assert not is_orthonormal(model.blocks[0].operator.subspace.weight)
     loaded = load_model(save_model(model, tmp_path / "saved"))
     assert is_orthonormal(loaded.blocks[0].operator.subspace.weight)
-    assert same(loaded, model) and torch.equal(loaded(x), model.eval()(x))
-    assert same(load_model(save_model(loaded, tmp_path / "again")), model)
+    assert torch.equal(loaded(x), model.eval()(x))
+    model.train()(x)  # retracts, to the very bits that were saved
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+    assert same(load_model(save_model(loaded, tmp_path / "again")), loaded)
 
 
 def test_options_and_shapes_come_back(tmp_path: Path) -> None:
@@ -654,7 +657,7 @@ def put(*keys: str, value: Any) -> Callable[[dict], None]:
         (put("dmst", "config", "dim", value="16"), "dim is '16'"),
         (put("dmst", "config", "num_classes", value=True), "num_classes is True"),
         (put("dmst", "config", "name", value=None), "name is None"),
-        (put("dmst", "config", "operator", value="dmsb"), "unknown operator 'dmsb'. Did you mean 'dmsa'"),
+        (put("dmst", "config", "operator", value="dmsb"), "saved with operator 'dmsb', which is not in dmst.OPERATORS"),
         (put("dmst", "config", "operator_options", value={"mode": "x"}), "unknown mode 'x'"),
         (put("dmst", "config", "operator_options", value={"modes": "x"}), "'modes'. Did you mean 'mode'"),
         (put("dmst", "config", "operator_options", value=[1]), "operator_options is"),
@@ -740,14 +743,86 @@ def test_a_full_disk_names_what_is_needed_and_free(tmp_path: Path, monkeypatch: 
 
 
 def test_a_save_that_was_killed_between_two_renames_is_found_again(tmp_path: Path) -> None:
-    """What SIGKILL leaves at that instant, made by hand."""
-    save_model(tiny(), tmp_path / "m [1]")
+    """What SIGKILL leaves at that instant, made by hand: it loads with a warning, and the next save tidies up."""
+    first, second = tiny(), tiny()
+    save_model(first, tmp_path / "m [1]")
     aside = tmp_path / ".m [1].old.abc"
     aside.mkdir()
     (tmp_path / "m [1]").rename(aside / "m [1]")
-    with pytest.raises(BadFileError, match="the model before it is in") as said:
-        load_model(tmp_path / "m [1]")
-    assert load_model(str(said.value).rpartition(" is in ")[2].rstrip(".")).config.name == tiny().config.name
+    with pytest.warns(UserWarning, match="was cut off: loading the model that was there before it"):
+        assert same(load_model(tmp_path / "m [1]"), first)
+    save_model(second, tmp_path / "m [1]")
+    assert names(tmp_path) == ["m [1]"]
+    assert same(load_model(tmp_path / "m [1]"), second)
+
+
+def test_a_failure_after_the_swap_is_no_failure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the swap the new model is there: saying that the old one is untouched would be a lie."""
+    sync, calls = os.fsync, []
+
+    def flaky(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == 4:  # after two files and the folder of the new model: the folder around it
+            raise OSError(errno.EIO, "no")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", flaky)
+    other = tiny()
+    save_model(other, folder, overwrite=True)
+    assert len(calls) == 4 and same(load_model(folder), other) and names(folder.parent) == [folder.name]
+
+
+def test_shared_weights_are_written_apart(tmp_path: Path) -> None:
+    model = tiny(depth=2)
+    model.blocks[1].norm.weight = model.blocks[0].norm.weight
+    assert same(load_model(save_model(model, tmp_path / "m")), model)
+
+
+def test_an_orthonormal_matrix_is_written_as_it_is_used(tmp_path: Path) -> None:
+    model = tiny(mode="proximal").eval()
+    weight = model.blocks[0].operator.subspace.weight
+    with torch.no_grad():
+        weight.add_(0.1 * torch.randn_like(weight))
+    before = weight.clone()
+    again = load_model(save_model(model, tmp_path / "m"))
+    assert is_orthonormal(again.blocks[0].operator.subspace.weight)
+    x = images(model)
+    assert torch.equal(again(x), model(x))
+    assert torch.equal(weight, before)  # the model itself is left alone
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1: 2}, float("nan"), torch.float32, {"a": {3}}], ids=str)
+def test_options_that_json_would_change_are_refused(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(DMSA):
+        def __init__(self, dim: int, num_heads: int = 8, *, odd: Any = None, **options: Any) -> None:
+            super().__init__(dim, num_heads, **options)
+
+    monkeypatch.setitem(OPERATORS, "odd", Odd)
+    model = tiny(operator="odd", odd=value)
+    with pytest.raises(OptionError, match="a saved model keeps text, numbers"):
+        save_model(model, tmp_path / "m")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("dmst", "files", "model.safetensors", "size"), None, "holds no config and no size"),
+        (("dmst", "files", "model.safetensors", "size"), "1", "holds no config and no size"),
+        (("dmst", "config", "operator_options"), {"self": 1}, "says what no config can|operator_options"),
+        (("dmst", "config", "depth"), 900_000, "tensors for 900000 blocks"),
+    ],
+)
+def test_hostile_configs_with_right_hashes(path: tuple, value: Any, message: str, folder: Path) -> None:
+    told = json.loads((folder / "config.json").read_text())
+    told.pop("self_sha256")
+    inside = told
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+    (folder / "config.json").write_bytes(files._canonical(told))
+    with pytest.raises(DmstError, match=message):
+        load_model(folder)
 
 
 def test_odd_names_and_empty_models(tmp_path: Path) -> None:

@@ -924,3 +924,35 @@ def test_a_small_model_learns(name: str) -> None:
 def test_the_grid_of_a_config() -> None:
     assert model_config("dmst_tiny").grid == (14, 14) and model_config("dmst_tiny_patch8_224").grid == (28, 28)
     assert config().grid == GRID and config().prefix == 0 and config(readout="token").prefix == 1
+
+
+def replica(module: nn.Module) -> nn.Module:
+    """As nn.DataParallel makes one: weights are plain attributes, and `parameters()` is empty."""
+    copied = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        copied._modules[name] = None if child is None else replica(child)
+    for name, parameter in module._parameters.items():
+        copied._parameters.pop(name, None)
+        setattr(copied, name, None if parameter is None else parameter.detach().clone())
+    return copied
+
+
+@pytest.mark.parametrize("name", ["dmst_tiny", "vit_tiny", "crate_tiny"])
+def test_a_replica_of_data_parallel_runs(name: str) -> None:
+    model = create_model(name, dim=24, depth=2, num_heads=3, img_size=32, num_classes=7).eval()
+    x = torch.randn(2, 3, 32, 32)
+    assert not list(replica(model).parameters())
+    with torch.no_grad():
+        assert torch.equal(replica(model)(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny", "crate_tiny", "dmst_tiny"])
+def test_an_exported_network_serves_every_size(name: str) -> None:
+    """Learned positions are resized inside the graph, at the size it was exported with too."""
+    model = create_model(name, dim=24, depth=1, num_heads=3, img_size=32, num_classes=7).eval()
+    batch, height, width = (torch.export.Dim(axis, min=2, max=8) for axis in ("batch", "height", "width"))
+    shapes = ({0: batch, 2: 16 * height, 3: 16 * width},)
+    exported = torch.export.export(model, (torch.randn(2, 3, 64, 48),), dynamic_shapes=shapes).module()
+    for size in ((32, 32), (64, 48), (48, 128)):
+        x = torch.randn(3, 3, *size)
+        assert relative(exported(x), model(x)) < 1e-5

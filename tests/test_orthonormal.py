@@ -25,13 +25,14 @@ def test_proximal_stores_a_plain_orthonormal_matrix() -> None:
     assert off_manifold(raw) > 1e-3  # a step leaves the manifold
     expected = orthonormal_rows(raw.detach())
     stored = operator.state_dict()["subspace.weight"]
-    assert torch.equal(stored, expected)
     assert stored.data_ptr() == raw.data_ptr()  # the parameter itself, as tools that average state dicts need
-    assert off_manifold(stored) < 1e-5
-    assert torch.equal(operator.subspace.basis(), stored)
+    assert torch.equal(operator.eval().subspace.basis(), expected) and off_manifold(expected) < 1e-5
+    assert off_manifold(raw) > 1e-3  # neither saving nor evaluating moved it
+    assert torch.equal(operator.train().subspace.basis(), expected)
+    assert torch.equal(raw, expected)  # the training forward did
     assert operator.eval().subspace.basis() is operator.subspace.weight
     assert operator.weights().theta > 0
-    torch.testing.assert_close(operator.subspace(z), z @ stored.T + operator.subspace.bias)
+    torch.testing.assert_close(operator.subspace(z), z @ expected.T + operator.subspace.bias)
     version = operator.subspace.weight._version
     operator.subspace.retract_()
     assert operator.subspace.weight._version == version  # on the manifold it is left alone
@@ -77,6 +78,39 @@ def test_saving_does_not_bend_a_run() -> None:
                 model.eval()(z)
                 model.train()
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_saving_does_not_bend_an_average() -> None:
+    """An average of weights leaves the manifold and stays where it is, however often it is saved or evaluated."""
+    torch.manual_seed(0)
+    model = create("dmsa", 24, 3, mode="proximal")
+    one, two = (torch.optim.swa_utils.AveragedModel(copy.deepcopy(model)) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    z = tokens(dtype=torch.float32)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(z).square().mean().backward()
+        optimizer.step()
+        for average in (one, two):
+            average.update_parameters(model)
+        two.state_dict()
+        two.eval()(z)
+        two.load_state_dict(two.state_dict())
+    assert off_manifold(one.module.subspace.weight) > 1e-4
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_autocast_leaves_the_matrix_alone(training: bool) -> None:
+    """Judged in bfloat16 every matrix would look off, and be moved by every forward."""
+    operator = create("dmsa", 24, 3, mode="proximal").train(training).requires_grad_(False)
+    weight, z = operator.subspace.weight, tokens(dtype=torch.float32)
+    before, version = weight.clone(), weight._version
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            operator(z)
+        assert torch.equal(operator.subspace.basis(), before)
+    assert torch.equal(weight, before) and weight._version == version
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -55,12 +55,12 @@ def test_every_quantity_is_the_objective_of_the_parts() -> None:
     pi = traced.parts.membership
     share = pi / pi.sum(1, keepdim=True)
     assert set(found) == set(QUANTITIES)
-    assert torch.allclose(found["coding"], objective.coding_rate(traced.normed, eps=0.5).double())
+    assert torch.allclose(found["coding"], objective.coding_rate(traced.normed, eps=0.5))
     complete = objective.complete_rate(traced.normed, block.operator.subspaces(), share, eps=0.5)
     assert torch.allclose(found["complete"].float(), complete)
     every = objective.variational_rate(traced.parts.projected, share, eps=0.5, width="head_dim", unit_norm=True)
     assert torch.allclose(found["all_heads"].float(), every) and (found["all_heads"] >= found["variational"]).all()
-    assert torch.equal(found["active"], (traced.parts.gate != 0).sum(-1).double())
+    assert torch.equal(found["active"], (traced.parts.gate != 0).sum(-1).float())
     assert torch.allclose(found["mass"], pi.sum(1).mean(-1))
     assert (found["raw"] > found["variational"]).all() or (found["mass"] < 1).any()
 
@@ -109,6 +109,13 @@ def test_the_model_is_left_as_it_was() -> None:
     assert network.training and network.blocks[0].training
     assert all(torch.equal(x, before[name]) for name, x in network.state_dict().items())
     assert all(p.grad is None for p in network.parameters())
+
+
+def test_a_frozen_part_stays_frozen() -> None:
+    network = model().train()
+    network.stem.eval()
+    layer_rates(network, IMAGES)
+    assert network.training and not network.stem.training and not network.stem.layers[1].training
 
 
 def test_bad_input() -> None:

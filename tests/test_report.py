@@ -19,7 +19,7 @@ from PIL import Image
 from dmst import create_model
 from dmst.analysis import charts, membership, report
 from dmst.analysis.membership import RAMP, colour, enlarge, fit, gate_by_class, lay_out, maps, overlay, picture, png, sheet
-from dmst.errors import OptionError
+from dmst.errors import OptionError, SaveError
 
 # --- maps --------------------------------------------------------------------------------------------------------------
 
@@ -138,6 +138,32 @@ def test_points_that_do_not_exist_are_left_out() -> None:
     svg(charts.line_chart([charts.Line("a", [1], [2.0])], "x", "y"))  # one point: no division by its width
 
 
+def test_a_gap_stays_a_gap_and_bands_belong_to_their_points() -> None:
+    nan = math.nan
+    line = charts.Line("a", [1, 2, 3, 4], [1.0, nan, 3.0, 4.0], [0.0, nan, 2.0, nan], [2.0, nan, 4.0, 5.0])
+    chart = charts.line_chart([line], "x", "y")
+    drawn = svg(chart)
+    assert [dot.find("title").text for dot in drawn.findall("circle")] == [
+        "a, x 1: 1.00 (0.00 to 2.00)", "a, x 3: 3.00 (2.00 to 4.00)", "a, x 4: 4.00",
+    ]  # fmt: skip
+    assert len(drawn.findall("polyline")) == 3 and len(drawn.findall("polygon")) == 2
+    assert "nan" not in chart and "inf" not in chart
+
+
+def test_nothing_is_drawn_where_it_is_not() -> None:
+    """A range that was asked for widens to what is there."""
+    chart = charts.line_chart([charts.Line("a", [1, 2], [31.0, 90.0])], "x", "y", y_range=(40, 100))
+    low, high = (float(dot.get("cy")) for dot in svg(chart).findall("circle"))
+    wide = charts.line_chart([charts.Line("a", [1, 2], [31.0, 90.0])], "x", "y", y_range=(31, 100))
+    assert [low, high] == [float(dot.get("cy")) for dot in svg(wide).findall("circle")]
+
+
+@pytest.mark.parametrize("y", [0.0, 2e7, -3e15, 1e300, 5e-324])
+def test_any_constant_can_be_drawn(y: float) -> None:
+    for xs, ys in (([1, 2], [y, y]), ([1], [y]), ([y], [1.0]), ([1, 2], [-y, y])):
+        assert svg(charts.line_chart([charts.Line("a", xs, ys)], "x", "y")) is not None
+
+
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0.93, 0.99), (-5, 1234), (3, 3), (1e-6, 2e-6), (1, 16)])
 def test_ticks_are_round_and_cover(low: float, high: float) -> None:
     found = charts.ticks(low, high)
@@ -218,6 +244,35 @@ def test_the_page_holds_everything(tmp_path: Path) -> None:
     assert "A &lt;title&gt;" in text and "S &amp; T" in text and "&lt;b&gt;" in text and "read &amp; kept" in text
     assert 'width="40" height="32"' in text
     assert text.count(" checked>") == 1 and 'id="t1" checked' in text
+
+
+def test_what_is_missing_has_its_own_colour() -> None:
+    drawn = colour(torch.tensor([[0.0, math.nan, 1.0]]))
+    assert tuple(drawn[0, 1]) == membership.MISSING and tuple(drawn[0, 0]) == tuple(RAMP[0].astype(int))
+    image = torch.tensor([[[0.0, math.nan], [math.inf, 1.0]]])
+    assert picture(image)[..., 0].tolist() == [[0, 0], [255, 255]]
+    assert picture(torch.full((1, 2, 2), math.nan)).shape == (2, 2, 3)
+    assert picture(torch.randn(2, 4, 4)).shape == (4, 4, 3)  # two channels: the first
+    gates = torch.tensor([[math.nan, 1.0], [0.5, 0.5]])
+    assert gate_by_class(gates, torch.tensor([0, 1]), 2)[1].tolist() == [0.5, 0.5]
+
+
+def test_too_many_tabs_are_refused() -> None:
+    for views, chosen in (([("a", "b")] * 65, 0), ([], 0), ([("a", "b")], 1)):
+        with pytest.raises(OptionError, match="from 1 to 64"):
+            report.tabs("t", views, chosen=chosen)
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = report.write_report(tmp_path / "p.html", "old", "", [])
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(SaveError, match="No space left"):
+        report.write_report(path, "new", "", [])
+    assert "<title>old" in path.read_text() and [x.name for x in tmp_path.iterdir()] == ["p.html"]
 
 
 def test_tabs_have_a_rule_for_every_view(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dmst
-from dmst.errors import DmstError, OptionError, ShapeError, UnknownNameError
+from dmst.errors import BadFileError, DmstError, OptionError, ShapeError, UnknownNameError
 from dmst.models import ModelConfig, VisionModel, create_model, list_models, load_model, model_config, save_model
 from dmst.models.zoo import ALIASES, MODELS
 from dmst.operators import OPERATORS, Operator, Parts
@@ -289,7 +290,7 @@ def test_images_of_a_wrong_shape(name: str, shape: tuple[int, ...], message: str
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 def test_images_of_a_wrong_dtype(dtype: torch.dtype) -> None:
     images = torch.zeros(2, 3, 32, 32).to(dtype)
-    with pytest.raises(ShapeError, match=rf"torch.float32 weights and was given {dtype} images: convert one, or use autocast"):
+    with pytest.raises(ShapeError, match=f"was given {dtype} images: "):
         tiny()(images)
     with pytest.raises(ShapeError, match=f"torch.float64 weights and was given {torch.float32}"):
         tiny(dtype=torch.float64)(torch.zeros(2, 3, 32, 32))
@@ -298,7 +299,7 @@ def test_images_of_a_wrong_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float64, torch.complex64])
 def test_autocast_converts_no_whole_numbers_and_no_doubles(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.raises(ShapeError, match=f"was given {dtype} images: convert"):
+        with pytest.raises(ShapeError, match=f"was given {dtype} images: "):
             tiny()(torch.zeros(2, 3, 32, 32).to(dtype))
         with pytest.raises(ShapeError, match=r"holds torch.float64 weights"):
             tiny(dtype=torch.float64)(torch.zeros(2, 3, 32, 32))
@@ -355,7 +356,7 @@ def test_an_operator_of_ones_own_is_one_line(own_operator: str, tmp_path: Path) 
     with pytest.raises(UnknownNameError, match=r"'facter'\. Did you mean 'factor'"):
         tiny(operator=own_operator, facter=1.0)
     del dmst.OPERATORS[own_operator]
-    with pytest.raises(UnknownNameError, match="unknown operator 'doubling'"):
+    with pytest.raises(BadFileError, match=r"saved with operator 'doubling', which is not in dmst\.OPERATORS"):
         load_model(tmp_path / "own")
     with pytest.raises(UnknownNameError, match="unknown operator 'doubling'"):
         create_model("dmst_tiny", operator="doubling")
@@ -495,3 +496,48 @@ def test_the_operator_s_own_options_are_refused_when_the_config_is_made() -> Non
     ):
         with pytest.raises(OptionError, match=message):
             model_config("dmst_tiny", **options)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = model_config("dmst_digits", num_classes=np.int64(3), img_size=np.int32(16))
+    assert config.num_classes == 3 and type(config.num_classes) is int and config.img_size == (16, 16)
+    json.dumps(config.to_dict())
+
+
+def test_configs_can_be_keys() -> None:
+    assert len({model_config("dmst_tiny"), model_config("dmst_tiny"), model_config("dmst_tiny", mode="equation")}) == 2
+
+
+def test_an_empty_operator_name_is_unknown() -> None:
+    with pytest.raises(UnknownNameError, match="unknown operator ''"):
+        model_config("dmst_tiny", operator="")
+
+
+def test_a_bare_word_is_looked_for_anywhere() -> None:
+    assert list_models("tiny_patch8") == [f"{family}_tiny_patch8_224" for family in ("crate", "dmst", "tost", "vit")]
+    assert list_models("resnet") == []
+
+
+def test_every_model_says_how_to_prepare_its_images() -> None:
+    cfg = create_model("dmst_digits", device="meta").pretrained_cfg
+    assert cfg["input_size"] == [1, 8, 8] and cfg["mean"] == [0.5]
+    cfg = create_model("dmst_tiny", in_chans=5, img_size=(64, 32), device="meta").pretrained_cfg
+    assert cfg["input_size"] == [5, 64, 32] and cfg["std"] == [0.5] * 5 and cfg["crop_pct"] == 1.0
+    assert create_model("vit_tiny", device="meta").pretrained_cfg["mean"] == [0.485, 0.456, 0.406]
+
+
+@pytest.mark.parametrize(
+    ("images", "hint"),
+    [
+        (torch.randn(3, 32, 32), r"images\[None\]"),
+        (torch.randn(2, 32, 32, 3), r"permute\(0, 3, 1, 2\)"),
+        (torch.randn(2, 4, 32, 32), "in_chans="),
+        (torch.zeros(2, 3, 32, 32, dtype=torch.uint8), "images / 255"),
+        (torch.randn(2, 3, 32, 32).double(), r"images.to\(torch.float32\)\."),
+        (torch.randn(2, 3, 32, 32).half(), "or torch.autocast"),
+        (np.zeros((2, 3, 32, 32)), "takes a torch tensor"),
+    ],
+)
+def test_images_that_do_not_fit_name_the_remedy(images: Any, hint: str) -> None:
+    with pytest.raises(ShapeError, match=hint):
+        tiny()(images)

@@ -22,6 +22,39 @@ class Line(NamedTuple):
     dashed: bool = False
 
 
+class Point(NamedTuple):
+    x: float
+    y: float
+    low: float | None
+    high: float | None
+
+
+def runs_of(line: Line) -> list[list[Point]]:
+    """The points of a line, broken where a value is missing. Where a band is missing, the point has none."""
+    runs: list[list[Point]] = []
+    open_run = False
+    for i, (x, y) in enumerate(zip(line.xs, line.ys, strict=True)):
+        if not (math.isfinite(x) and math.isfinite(y)):
+            open_run = False
+            continue
+        low, high = (None, None) if line.low is None or line.high is None else (line.low[i], line.high[i])
+        point = Point(x, y, low, high)
+        if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+            point = Point(x, y, None, None)
+        if not open_run or (runs[-1][-1].low is None) != (point.low is None):
+            runs.append([])
+        runs[-1].append(point)
+        open_run = True
+    return runs
+
+
+def span(values: Sequence[float]) -> tuple[float, float]:
+    """Least and greatest, apart enough to divide by."""
+    low, high = max(min(values), -1e300), min(max(values), 1e300)
+    room = max(1e-9, 1e-9 * abs(low))
+    return (low, high) if high - low >= room else (low, low + room)
+
+
 def line_chart(
     lines: Sequence[Line],
     x_label: str,
@@ -35,19 +68,20 @@ def line_chart(
 ) -> str:
     """One SVG. NaN points are left out."""
     left, right, top, bottom = 66, 16, 14, 44
-    xs = [x for line in lines for x in line.xs]
+    lines = [line._replace(xs=list(line.xs), ys=list(line.ys)) for line in lines]
+    xs = [x for line in lines for x in line.xs if math.isfinite(x)]
     ys = [y for line in lines for row in (line.ys, line.low, line.high) if row is not None for y in row if math.isfinite(y)]
     if not xs or not ys:
         return '<p class="note">Nothing to draw: no finite values.</p>'
-    x_ticks = ticks(min(xs), max(xs), whole=whole_x)
-    y_ticks = ticks(*(y_range or (min(ys), max(ys))))
-    x0, x1 = min(xs), max(max(xs), min(xs) + 1e-9)
-    y0, y1 = y_range or (min(y_ticks[0], min(ys)), max(y_ticks[-1], max(ys)))
-    y1 = max(y1, y0 + 1e-9)
+    x0, x1 = span([*xs])
+    y0, y1 = span([*ys, *(y_range or ())])  # what was asked for, and all that is drawn
+    x_ticks, y_ticks = ticks(x0, x1, whole=whole_x), ticks(y0, y1)
+    if y_range is None:
+        y0, y1 = min(y0, y_ticks[0]), max(y1, y_ticks[-1])
 
     def place(x: float, y: float) -> str:
         across = left + (x - x0) / (x1 - x0) * (width - left - right)
-        down = height - bottom - (min(max(y, y0), y1) - y0) / (y1 - y0) * (height - top - bottom)
+        down = height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom)
         return f"{across:.1f},{down:.1f}"
 
     parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(y_label)} against {escape(x_label)}">']
@@ -65,19 +99,19 @@ def line_chart(
         f'<text class="axis" transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
     )
     for line in lines:
-        points = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if math.isfinite(y)]
-        if line.low is not None and line.high is not None:
-            around = [*zip(line.xs, line.high, strict=True), *reversed([*zip(line.xs, line.low, strict=True)])]
-            parts.append(f'<polygon class="band {line.colour}" points="{" ".join(place(x, y) for x, y in around)}"/>')
         dash = ' stroke-dasharray="6 5"' if line.dashed else ""
-        parts.append(f'<polyline class="line {line.colour}"{dash} points="{" ".join(place(x, y) for x, y in points)}"/>')
-        for i, (x, y) in enumerate(points):
-            spread = (
-                "" if line.low is None or line.high is None else f" ({line.low[i]:.{digits}f} to {line.high[i]:.{digits}f})"
-            )
-            across, down = place(x, y).split(",")
-            said = f"{escape(line.name)}, {escape(x_label)} {told(x)}: {y:.{digits}f}{spread}"
-            parts.append(f'<circle class="dot {line.colour}" cx="{across}" cy="{down}" r="3.2"><title>{said}</title></circle>')
+        for run in runs_of(line):  # a gap stays a gap
+            if run[0].low is not None:
+                around = [(p.x, p.high) for p in run] + [(p.x, p.low) for p in reversed(run)]
+                parts.append(f'<polygon class="band {line.colour}" points="{" ".join(place(*p) for p in around)}"/>')  # type: ignore[arg-type]
+            parts.append(f'<polyline class="line {line.colour}"{dash} points="{" ".join(place(p.x, p.y) for p in run)}"/>')
+            for p in run:
+                spread = "" if p.low is None else f" ({p.low:.{digits}f} to {p.high:.{digits}f})"
+                across, down = place(p.x, p.y).split(",")
+                said = f"{escape(line.name)}, {escape(x_label)} {told(p.x)}: {p.y:.{digits}f}{spread}"
+                parts.append(
+                    f'<circle class="dot {line.colour}" cx="{across}" cy="{down}" r="3.2"><title>{said}</title></circle>'
+                )
     parts.append("</svg>")
     keys = "".join(
         f'<span class="key"><i class="{line.colour}{" dashed" if line.dashed else ""}"></i>{escape(line.name)}</span>'
@@ -121,8 +155,8 @@ def cells(
 
 def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
     """About `count` round numbers that cover low..high."""
-    span = max(high - low, 1e-9)
-    rough = span / count
+    low, high = span((low, high))
+    rough = (high / 2 - low / 2) / count * 2
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * nice for nice in (1, 2, 2.5, 5, 10) if power * nice >= rough * 0.999)
     if whole:

@@ -33,6 +33,8 @@ RAMP = np.array(
     dtype=np.float64,
 )  # fmt: skip
 
+MISSING = (204, 121, 167)  # a number that is not there: none of the ramp's colours
+
 
 def maps(trace: Trace, layer: int = -1) -> Tensor:
     """(b, k, rows, columns): the memberships of the patches in one layer (from 0; -1 is the last)."""
@@ -46,22 +48,27 @@ def maps(trace: Trace, layer: int = -1) -> Tensor:
 
 def gate_by_class(gates: Tensor, labels: Tensor, classes: int) -> Tensor:
     """(classes, k): the mean gate of each head over the images of each class; NaN where a class has none."""
-    member = F.one_hot(labels, classes).to(gates.dtype)  # (b, classes)
-    return (member.mT @ gates) / member.sum(0).unsqueeze(-1)
+    total = torch.zeros(classes, gates.shape[1], dtype=gates.dtype, device=gates.device).index_add(0, labels, gates)
+    return total / torch.bincount(labels, minlength=classes).unsqueeze(-1)
 
 
 def colour(values: Tensor, low: float = 0.0, high: float = 1.0) -> Pixels:
     """(h, w) numbers to (h, w, 3) colours; `low` and `high` are the ends of the ramp."""
-    place = ((values.double() - low) / max(high - low, 1e-12)).clamp(0, 1).numpy() * (len(RAMP) - 1)
+    missing = values.isnan().numpy()
+    place = ((values.double() - low) / max(high - low, 1e-12)).nan_to_num().clamp(0, 1).numpy() * (len(RAMP) - 1)
     below = np.minimum(place.astype(int), len(RAMP) - 2)
     part = (place - below)[..., None]
-    return np.round(RAMP[below] * (1 - part) + RAMP[below + 1] * part).astype(np.uint8)
+    pixels = np.round(RAMP[below] * (1 - part) + RAMP[below + 1] * part).astype(np.uint8)
+    pixels[missing] = MISSING
+    return pixels
 
 
 def picture(image: Tensor) -> Pixels:
     """One image (c, h, w) with pixels -1..1, or any range, stretched to 0..255."""
-    image = image.detach().float().cpu()
-    low, high = image.min(), image.max()
+    image = image.detach().float().cpu()[: 3 if len(image) >= 3 else 1]
+    seen = image[image.isfinite()]
+    low, high = (seen.min(), seen.max()) if seen.numel() else (torch.zeros(()), torch.ones(()))
+    image = image.nan_to_num(low.item(), high.item(), low.item())
     grey = ((image - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
     return grey.expand(3, -1, -1).permute(1, 2, 0).numpy() if image.shape[0] == 1 else grey[:3].permute(1, 2, 0).numpy()
 
@@ -86,7 +93,7 @@ def sheet(trace: Trace, images: Tensor, layer: int = -1, *, size: int = 160, low
     image (gate exactly 0) is left as the faint image alone. Takes the first images of the trace, or all of them.
     """
     values, gate = maps(trace, layer), trace.layers[layer].parts.gate
-    if images.ndim != 4 or len(images) > len(values):
+    if images.ndim != 4 or not 1 <= len(images) <= len(values):
         raise OptionError(
             f"images has shape {tuple(images.shape)}: it must be (images, channels, h, w), at most {len(values)} images."
         )

@@ -59,7 +59,7 @@ def layer_rates(
     choose("at", at, ("input", "output"))
     batches = images.split(batch_size) if isinstance(images, Tensor) else images
     count, mean, spread = 0, torch.zeros(()), torch.zeros(())
-    was_training = model.training
+    training = {module: module.training for module in model.modules()}  # a frozen stem stays frozen afterwards
     model.eval()
     try:
         with torch.no_grad():
@@ -69,7 +69,8 @@ def layer_rates(
                 )  # (layers, quantities, b)
                 count, mean, spread = _merge(count, mean, spread, values)
     finally:
-        model.train(was_training)
+        for module, mode in training.items():
+            module.training = mode
     if not count:
         raise OptionError("layer_rates was given no images.")
     std = (spread / max(count - 1, 1)).sqrt()
@@ -85,7 +86,7 @@ def layer_rates(
 
 def rates_of(tokens: Tensor, parts: Parts, operator: Operator, *, eps: float = 0.1) -> dict[str, Tensor]:
     """Every quantity of one layer, (b,) each: of the tokens it reads and what it computed of them."""
-    coding = objective.coding_rate(tokens, eps=eps).double()
+    coding = objective.coding_rate(tokens, eps=eps)
     absent = torch.full_like(coding, math.nan)
     found = dict.fromkeys(QUANTITIES, absent) | {"coding": coding}
     subspaces = operator.subspaces()
@@ -100,7 +101,7 @@ def rates_of(tokens: Tensor, parts: Parts, operator: Operator, *, eps: float = 0
     found["raw"] = objective.variational_rate(projected, membership, gate, **rate)  # type: ignore[arg-type]
     found["all_heads"] = objective.variational_rate(projected, share, **rate)  # type: ignore[arg-type]
     found["complete"] = objective.complete_rate(tokens, subspaces, share, eps=eps)
-    found["active"] = torch.full_like(coding, heads) if gate is None else (gate != 0).sum(-1).double()
+    found["active"] = torch.full_like(coding, heads) if gate is None else (gate != 0).sum(-1).to(coding.dtype)
     found["mass"] = total.mean((1, 2))
     return found
 
@@ -116,9 +117,9 @@ def _values(model: VisionModel, images: Tensor, at: str, eps: float) -> Tensor:
             tokens = block.norm(layer.after_operator)  # type: ignore[operator]
             parts = block.operator.decompose(tokens, grid=grid)  # type: ignore[union-attr, operator]
         found = rates_of(tokens, parts, block.operator, eps=eps)  # type: ignore[arg-type]
-        rows.append(torch.stack([found[name].double() for name in QUANTITIES]))
+        rows.append(torch.stack([found[name].cpu().double() for name in QUANTITIES]))
         z = layer.after_feedforward
-    return torch.stack(rows).cpu()
+    return torch.stack(rows)
 
 
 def _merge(count: int, mean: Tensor, spread: Tensor, values: Tensor) -> tuple[int, Tensor, Tensor]:

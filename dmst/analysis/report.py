@@ -9,6 +9,7 @@ Helpers turn what was measured into HTML: `table`, `image`, `tabs` (one of sever
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dmst.analysis.membership import RAMP, Pixels, png
+from dmst.errors import OptionError, SaveError
 
 MOST_TABS = 64
 SHOWN = (
@@ -47,8 +49,22 @@ def write_report(path: str | Path, title: str, lead: str, sections: Sequence[Sec
         f'<header><h1>{escape(title)}</h1><div class="lead">{lead}</div></header><nav aria-label="Contents">{contents}</nav>'
         f"{body}<footer>{footer}</footer></main></body></html>\n"
     )
+    return write_whole(path, page)
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a text file whole or not at all: an old one stays until the new one is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        staging.write_text(text, encoding="utf-8")
+        staging.replace(path)
+    except OSError as error:
+        raise SaveError(
+            f"{path} could not be written ({error.strerror or error}). What was there before is untouched."
+        ) from error
+    finally:
+        staging.unlink(missing_ok=True)
     return path
 
 
@@ -77,6 +93,8 @@ def image(pixels: Pixels, alt: str, size: int | None = None) -> str:
 
 def tabs(name: str, views: Sequence[tuple[str, str]], chosen: int = 0) -> str:
     """One of several views at a time, chosen by radio buttons: arrow keys and screen readers know them."""
+    if not 1 <= len(views) <= MOST_TABS or not 0 <= chosen < len(views):
+        raise OptionError(f"{len(views)} views, the {chosen}th chosen: from 1 to {MOST_TABS}, and one of them.")
     out = [f'<div class="tabs" style="--count:{len(views)}">']
     for i, (label, _) in enumerate(views):
         checked = " checked" if i == chosen else ""

@@ -1,19 +1,22 @@
 """`dmst demo` (and `make demo`): a DMST learns to read digits on a CPU beside its twins, and a page shows what it computes.
 
     runs/demo/report.html     the page
-    runs/demo/results.json    every number of it: recipe, versions, one entry a run
+    runs/demo/results.json    recipe, versions, and every run: loss and accuracy by epoch, seconds, parameters
     runs/demo/models/         the trained networks, for dmst.load_model
 
-Runs are shared out to one process per core, each on one thread, so figures do not depend on how many cores there are.
+Runs are shared out to one process per core, each on one thread, so figures do not depend on how many cores there are. An
+earlier demo in the same folder is kept beside it as runs/demo-1, -2, ...
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
 import platform
 import queue
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,10 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import dmst
+from dmst.analysis.report import write_whole
 from dmst.data.digits import digits
 from dmst.demo.training import Recipe, Run, train
 from dmst.errors import DmstError, OptionError, SaveError
@@ -62,29 +67,38 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = Rec
     digits()  # a missing library is said before anything starts
     out, console, recipe = Path(out), Console(), Recipe(epochs=epochs)
     jobs = [Job("vit_digits", 0), *(Job("dmst_digits", seed) for seed in range(seeds)), Job("tost_digits", 0)]
-    models = out / "models"
-    try:
-        models.mkdir(parents=True, exist_ok=True)
-        (out / "results.json").touch()
-    except OSError as error:
-        raise SaveError(f"{out} cannot be written to ({error.strerror}): choose another folder with --out.") from error
+    models = _fresh(out, console) / "models"
     workers = min(workers or os.cpu_count() or 1, len(jobs))
     console.print(f"[bold]dmst demo[/]: {len(jobs)} small networks learn to read digits, {workers} at a time on the CPU.")
     begun = time.perf_counter()
     runs = _train_all(jobs, models, recipe, workers, console)
     results = Results(runs, recipe, time.perf_counter() - begun)
-    (out / "results.json").write_text(json.dumps(_record(results), indent=1) + "\n")
+    write_whole(out / "results.json", json.dumps(_record(results), indent=1) + "\n")
     console.print(_table(results))
     from dmst.demo.page import write_page
 
     best = [load_model(models / Job(name, 0).folder) for name in ("dmst_digits", *TWINS)]
     report = write_page(out / "report.html", results, *best)
-    console.print(f"[bold green]The report is {report}[/]: open it in a browser; it needs no network.")
-    console.print(
-        "Next: the tutorial, docs/tutorial.md; `dmst models` lists the networks; "
-        f'`dmst.load_model("{models / Job("dmst_digits", 0).folder}")` loads the one you just trained.'
-    )
+    console.print(f"[bold green]The report is {escape(str(report))}[/]", soft_wrap=True)
+    console.print("Open it in a browser; it needs no network. Next: docs/tutorial.md; `dmst models` lists the networks.")
+    trained = str(models / Job("dmst_digits", 0).folder)
+    console.print(f"The network you just trained: dmst.load_model({trained!r})", soft_wrap=True, markup=False)
     return report
+
+
+def _fresh(out: Path, console: Console) -> Path:
+    """An empty folder `out`. An earlier demo there moves aside; anything else there is refused: nothing is lost."""
+    try:
+        if out.exists() and (not out.is_dir() or {x.name for x in out.iterdir()} - {"models", "results.json", "report.html"}):
+            raise OptionError(f"{out} holds something else than a demo: choose another folder with --out.")
+        if out.exists() and any(out.iterdir()):
+            aside = next(x for x in (out.with_name(f"{out.name}-{n}") for n in itertools.count(1)) if not x.exists())
+            out.rename(aside)
+            console.print(f"The earlier demo is now {escape(str(aside))}.", soft_wrap=True)
+        (out / "models").mkdir(parents=True)
+    except OSError as error:
+        raise SaveError(f"{out} cannot be written to ({error.strerror}): choose another folder with --out.") from error
+    return out
 
 
 def _train_all(jobs: Sequence[Job], folder: Path, recipe: Recipe, workers: int, console: Console) -> list[Run]:
@@ -121,8 +135,8 @@ def _train_all(jobs: Sequence[Job], folder: Path, recipe: Recipe, workers: int, 
                 else:
                     runs[index] = Run(**what)
     finally:
-        for process in processes:
-            if process.is_alive() and len(runs) < len(jobs):
+        for process in (p for p in processes if p.pid is not None):
+            if len(runs) < len(jobs):
                 process.terminate()
             process.join()
     return [runs[index] for index in range(len(jobs))]
@@ -137,13 +151,15 @@ def _next(news: Any, processes: Sequence[Any]) -> tuple[int, str, Any]:
         except queue.Empty:
             for process in processes:
                 if process.exitcode:
-                    return -1, "failed", f"a process ended with code {process.exitcode}"
+                    hint = " (a script must call run_demo under `if __name__ == '__main__':`)" if process.exitcode == 1 else ""
+                    return -1, "failed", f"a process ended with code {process.exitcode}{hint}"
             if time.monotonic() - asked > PATIENCE:
                 return -1, "failed", f"no epoch ended in {PATIENCE:.0f} s"
 
 
 def _work(folder: Path, recipe: Recipe, todo: Any, news: Any) -> None:
     """Runs, one after the other, in a process of their own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     torch.set_num_threads(1)
     try:
         split = digits()
@@ -158,6 +174,9 @@ def _work(folder: Path, recipe: Recipe, todo: Any, news: Any) -> None:
 
 
 def _say(news: Any, index: int, accuracy: float) -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        raise SystemExit(1)  # nobody is waiting for the rest
     news.put((index, "epoch", accuracy))
 
 

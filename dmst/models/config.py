@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from numbers import Integral
 from typing import Any
 
 from dmst.errors import OptionError, choose, flag, number, unknown_name
@@ -39,7 +40,7 @@ class ModelConfig:
     depth: int = 12
     num_heads: int = 4
     operator: str = "dmsa"
-    operator_options: Mapping[str, Any] = field(default_factory=dict)
+    operator_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     patch_size: int = 16
     stem: str = "conv"
     position: str = "fourier"
@@ -60,8 +61,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("dim", "depth", "num_heads", "patch_size", "readout_depth", "in_chans"):
-            _whole(name, getattr(self, name), 0 if name == "readout_depth" else 1)
-        _whole("num_classes", self.num_classes, 0, 1_000_000_000)
+            self._set(name, _whole(name, getattr(self, name), 0 if name == "readout_depth" else 1))
+        self._set("num_classes", _whole("num_classes", self.num_classes, 0, 1_000_000_000))
         choose("stem", self.stem, STEMS)
         choose("position", self.position, POSITIONS)
         choose("feedforward", self.feedforward, FEEDFORWARDS)
@@ -129,7 +130,7 @@ class ModelConfig:
         The options of another operator do not carry over.
         """
         names = [f.name for f in fields(self)]
-        operator = overrides.get("operator") or self.operator
+        operator = self.operator if overrides.get("operator") is None else overrides["operator"]
         if not isinstance(operator, str) or operator not in OPERATORS:
             raise unknown_name("operator", operator, OPERATORS)
         options = _options(overrides.pop("operator_options", self.operator_options if operator == self.operator else {}))
@@ -152,17 +153,19 @@ def sides(name: str, size: Any, patch_size: int) -> tuple[int, int]:
     pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2:
         raise OptionError(f"{name} is {size!r}: it must be one whole number, or (height, width).")
+    pair = tuple(_whole(name, side, 1) for side in pair)
     for side in pair:
-        _whole(name, side, 1)
         if side % patch_size:
             near = max(round(side / patch_size), 1) * patch_size
             raise OptionError(f"{name} is {size!r}: {side} is not a multiple of the patch size {patch_size}; {near} is.")
     return pair
 
 
-def _whole(name: str, value: Any, low: int, high: int = 1_000_000) -> None:
-    if type(value) is not int or not low <= value <= high:
+def _whole(name: str, value: Any, low: int, high: int = 1_000_000) -> int:
+    """`value` as an int, if it is a whole number in the range; numpy's are, True is not."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise OptionError(f"{name} is {value!r}: it must be a whole number from {low} to {high:,}.")
+    return int(value)
 
 
 def _options(value: Any) -> dict[str, Any]:

@@ -11,12 +11,14 @@ builds a model. A flipped bit inside safetensors' data is invisible to safetenso
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import warnings
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -34,6 +36,7 @@ from dmst.models.preprocessing import pretrained_cfg
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
 from dmst.operators import OPERATORS
+from dmst.operators.orthonormal import OrthonormalLinear, is_orthonormal, orthonormal_rows
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -58,7 +61,8 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
         raise OptionError(
             "the model is on the meta device and has no values to save: model.to_empty(...), then load or init_weights."
         )
-    tensors = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
+    _plain(model.config)
+    tensors = _tensors_of(model)
     try:
         _fit(Path("the model"), tensors, VisionModel(model.config, device="meta"))
     except BadFileError as error:  # what could not be loaded is not written
@@ -86,12 +90,16 @@ def load_model(
     `num_classes` asks for a count: another one is refused, `model.reset_classifier` changes it afterwards. `unverified` admits
     a folder of the same form without hashes, such as timm's `save_for_hf(..., safe_serialization=True)` writes.
     """
-    folder = Path(folder)
+    folder = _found(Path(folder))
     told = _read_config(folder / CONFIG)
     raw = _read(folder / WEIGHTS)
-    config = _verified_config(folder, told, raw) if "dmst" in told else _foreign_config(folder, told, unverified)
+    try:
+        config = _verified_config(folder, told, raw) if "dmst" in told else _foreign_config(folder, told, unverified)
+    except TypeError as error:  # a keyword that no signature takes
+        raise BadFileError(f"{folder / CONFIG} says what no config can: {error}.") from error
     weights = _tensors(folder / WEIGHTS, raw)
     _fit_classes(folder, config, num_classes)
+    _fit_depth(folder / WEIGHTS, config, weights)
     model = VisionModel(config, device="meta")
     _fit(folder / WEIGHTS, weights, model)
     model.load_state_dict({name: x.to(device) for name, x in weights.items()}, strict=True, assign=True)
@@ -133,8 +141,28 @@ def _canonical(told: dict[str, Any]) -> bytes:
     return (json.dumps(told | {"self_sha256": digest}, indent=2, allow_nan=False) + "\n").encode()
 
 
+def _tensors_of(model: VisionModel) -> dict[str, Tensor]:
+    """Copies on the CPU, shared ones apart; orthonormal matrices retracted, as the model uses them."""
+    found = model.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, OrthonormalLinear) and not is_orthonormal(module.weight):
+            found[f"{name}.weight"] = orthonormal_rows(module.weight)
+    return {name: x.detach().to("cpu", copy=True).contiguous() for name, x in found.items()}
+
+
+def _plain(config: ModelConfig) -> None:
+    """Refuse options that JSON would bring back changed."""
+    options = dict(config.operator_options)
+    try:
+        same = json.loads(json.dumps(options, allow_nan=False)) == options
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise OptionError(f"operator_options are {options!r}: a saved model keeps text, numbers, lists and dicts by text only.")
+
+
 def _write_folder(folder: Path, weights: bytes, config: bytes, taken: bool) -> None:
-    """Both files into a folder beside the target, then that folder into its place."""
+    """Both files into a folder beside the target, then that folder into its place; an old one goes last of all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))  # beside it: a rename stays on one disk
     try:
@@ -143,27 +171,26 @@ def _write_folder(folder: Path, weights: bytes, config: bytes, taken: bool) -> N
         staging.chmod(0o755)
         _sync(staging)
         if taken:
-            _replace(folder, staging)
+            aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+            try:
+                old = folder.rename(aside / folder.name)
+            except BaseException:
+                aside.rmdir()
+                raise
+            try:
+                staging.rename(folder)
+            except BaseException:
+                old.rename(folder)
+                aside.rmdir()
+                raise
         else:
             staging.rename(folder)
-        _sync(folder.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _replace(folder: Path, staging: Path) -> None:
-    """Put `staging` in the place of `folder`, which comes back if that fails."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-    try:
-        old = folder.rename(aside / folder.name)
-        try:
-            staging.rename(folder)
-        except BaseException:
-            old.rename(folder)
-            raise
-    finally:
-        if folder.exists():
-            shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):  # the new model is in place: to say that the old one is untouched would be a lie
+        _sync(folder.parent)
+    for left in _set_aside(folder):  # ours, and what a killed save left: the new model is whole and in place
+        shutil.rmtree(left.parent, ignore_errors=True)
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -174,9 +201,15 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
+    """Make renames in `folder` last through a power cut, where the system can sync a folder at all."""
+    if os.name == "nt":
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks
+            raise
     finally:
         os.close(handle)
 
@@ -184,25 +217,33 @@ def _sync(folder: Path) -> None:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
+def _found(folder: Path) -> Path:
+    """The folder; or the model before it, where an overwriting save was killed between its two renames."""
+    kept = _set_aside(folder)
+    if kept and not folder.exists():
+        warnings.warn(f"a save to {folder} was cut off: loading the model that was there before it, {kept[-1]}.", stacklevel=3)
+        return kept[-1]
+    return folder
+
+
 def _read(path: Path) -> bytes:
     try:
         raw = path.read_bytes()
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
-        hint = f"a saved model is a folder with {WEIGHTS} and {CONFIG}."
-        if kept := _set_aside(path.parent):
-            hint = f"an overwriting save was cut off here; the model before it is in {kept}."
-        raise BadFileError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): {hint}") from error
+        raise BadFileError(
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): "
+            f"a saved model is a folder with {WEIGHTS} and {CONFIG}."
+        ) from error
     if raw.startswith(PICKLES):
         raise BadFileError(f"{path} is a pickle or zip file, which can run code when it is read: refused. {REMEDY}")
     return raw
 
 
-def _set_aside(folder: Path) -> Path | None:
-    """The old model, where a save was killed between its two renames."""
+def _set_aside(folder: Path) -> list[Path]:
+    """Old models of this name that a save moved out of the way."""
     with suppress(OSError, ValueError):
-        if not folder.exists():
-            return next(folder.parent.glob(f".{glob.escape(folder.name)}.old.*/{glob.escape(folder.name)}"), None)
-    return None
+        return sorted(folder.parent.glob(f".{glob.escape(folder.name)}.old.*/{glob.escape(folder.name)}"))
+    return []
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -230,12 +271,12 @@ def _verified_config(folder: Path, told: dict[str, Any], raw: bytes) -> ModelCon
         size, digest = stated["size"], stated["sha256"]
     except (KeyError, TypeError) as error:
         raise BadFileError(f"{folder / CONFIG} misses {error}: it was not written by save_model.") from error
+    if type(size) is not int or not isinstance(written, dict):
+        raise BadFileError(f"{folder / CONFIG} holds no config and no size: it was not written by save_model.")
     if len(raw) != size:
         raise BadFileError(f"{folder / WEIGHTS} is damaged: {len(raw):,} bytes instead of {size:,}. Copy it again.")
     if hashlib.sha256(raw).hexdigest() != digest:
         raise BadFileError(f"{folder / WEIGHTS} is damaged: its sha256 is not the one in {CONFIG}. Copy it again.")
-    if not isinstance(written, dict):
-        raise BadFileError(f"{folder / CONFIG} holds no config: it was not written by save_model.")
     unknown = set(written) - {f.name for f in fields(ModelConfig)}
     if unknown:
         version = told["dmst"].get("version")
@@ -279,6 +320,14 @@ def _fit_classes(folder: Path, config: ModelConfig, asked: int | None) -> None:
         raise OptionError(
             f"num_classes is {asked}, and the weights in {folder} have {config.num_classes}: "
             f"load them without it, then model.reset_classifier({asked})."
+        )
+
+
+def _fit_depth(path: Path, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    """First of all, so that no network of a million blocks is built to find that the weights are of twelve."""
+    if config.depth > max(len(weights), 1):
+        raise BadFileError(
+            f"{path} does not hold the weights of {config.name}: {len(weights)} tensors for {config.depth} blocks."
         )
 
 

@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmst import watched
 from dmst.kernels.arithmetic import wide
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class LearnedPosition(nn.Module):
         nn.init.normal_(self.table, std=self.std)
 
     def forward(self, z: Tensor, grid: tuple[int, int]) -> Tensor:
-        if grid == self.grid:
+        if not watched.traced() and grid == self.grid:  # a traced graph must serve every grid; to the same one nothing changes
             return z + self.table
         prefix = z.shape[1] - grid[0] * grid[1]
         places = rearrange(self.table[prefix:], "(h w) d -> 1 d h w", h=self.grid[0])

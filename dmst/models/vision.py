@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -230,8 +231,9 @@ class VisionModel(nn.Module):
 
     def _grid(self, images: Tensor) -> Grid:
         """Rows and columns of patches, or an error that says what does not fit."""
-        dtype = next(self.stem.parameters()).dtype
-        check_images(images, self.config, dtype)
+        weight = self.stem.get_submodule(self.stem.first).weight  # by name: a replica of DataParallel has no parameters()
+        assert isinstance(weight, Tensor)
+        check_images(images, self.config, weight.dtype)
         return images.shape[2] // self.config.patch_size, images.shape[3] // self.config.patch_size
 
     def _indices(self, indices: int | Sequence[int] | None) -> list[int]:
@@ -241,7 +243,7 @@ class VisionModel(nn.Module):
         if isinstance(indices, int):
             taken = list(range(depth - indices, depth))
         else:
-            taken = sorted({i + depth if i < 0 else i for i in indices})
+            taken = sorted({i + depth if i < 0 else i for i in map(index, indices)})
         if not taken or taken[0] < 0 or taken[-1] >= depth:
             raise OptionError(f"indices are {indices!r}: the model has blocks 0 to {depth - 1}.")
         return taken

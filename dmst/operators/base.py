@@ -79,12 +79,19 @@ class Operator(nn.Module):
         name = type(self).__name__
         if z.ndim != 3 or z.shape[-1] != self.dim:
             raise ShapeError(f"{name} takes tokens of shape (batch, tokens, {self.dim}), not {tuple(z.shape)}.")
-        dtype = next(self.parameters()).dtype
+        dtype = self._a_weight().dtype
         mixed = autocast_is_on(z) and z.dtype != torch.float64 and dtype != torch.float64
         if not z.is_floating_point() or (z.dtype != dtype and not mixed):
             raise ShapeError(
                 f"{name} holds {dtype} weights and was given {z.dtype} tokens: convert one, or use torch.autocast."
             )
+
+    def _a_weight(self) -> Tensor:
+        """By name, not from `parameters()`: a replica of nn.DataParallel has none."""
+        for child in self.children():
+            if isinstance(child, nn.Linear):
+                return child.weight
+        return next(self.parameters())
 
 
 def lineage_options(owner: type, bias: bool, options: dict[str, Any]) -> bool:

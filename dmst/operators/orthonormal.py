@@ -1,30 +1,26 @@
-"""A square linear map whose matrix is orthonormal, stored and saved as itself: `weight` is the plain matrix.
+"""A square linear map whose matrix is orthonormal: `weight` is the plain matrix, `basis()` is what the layer uses.
 
     retract     weight <- Q^T of weight^T = Q R, diag(R) > 0: Gram-Schmidt on the rows; nothing where it is orthonormal already
     training    each forward retracts, then uses weight with the gradient of Gram-Schmidt, so an optimizer may step freely
-    evaluation  weight, or its retraction where somebody changed it since (an average of weights, say)
+    evaluation  weight, or its retraction where somebody changed it since (a step, an average of weights)
 
-Saving, loading and `eval()` retract too. That is what the next training forward would do, to the bit, so how often a run is
-saved or evaluated does not bend it. A traced training graph retracts nothing by itself: call `retract_()` after its steps.
+Saving, loading and `eval()` leave the stored matrix alone, so how often a run, or an average of its weights, is saved or
+evaluated does not bend it; a state dict holds the parameter itself, as tools that average state dicts need. `save_model` writes
+the retracted matrix. A traced training graph retracts nothing by itself: call `retract_()` after its steps, which also makes
+evaluation quick. All of this is computed in at least float32, also under autocast.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dmst import watched
+from dmst.kernels.autocast import without_autocast
 
 
 class OrthonormalLinear(nn.Linear):
     """`nn.Linear(dim, dim)` whose matrix is `basis()`."""
-
-    def __init__(self, dim: int, dim_out: int, bias: bool = True, *, device: Any = None, dtype: Any = None) -> None:
-        super().__init__(dim, dim_out, bias=bias, device=device, dtype=dtype)
-        self.register_state_dict_pre_hook(_before_saving)
-        self.register_load_state_dict_post_hook(_after_loading)
 
     def reset_parameters(self) -> None:
         wide = torch.empty_like(self.weight, dtype=torch.promote_types(self.weight.dtype, torch.float32))
@@ -51,11 +47,6 @@ class OrthonormalLinear(nn.Linear):
             with torch.no_grad():
                 self.weight.copy_(orthonormal_rows(self.weight))
 
-    def train(self, mode: bool = True) -> OrthonormalLinear:
-        if not mode:
-            self.retract_()
-        return super().train(mode)
-
     def forward(self, z: Tensor) -> Tensor:
         return nn.functional.linear(z, self.basis(), self.bias)
 
@@ -63,26 +54,18 @@ class OrthonormalLinear(nn.Linear):
         return not (self.weight.is_meta or watched.traced() or watched.transformed() or watched.dispatched())
 
 
-def _before_saving(linear: nn.Module, *_: Any) -> None:
-    assert isinstance(linear, OrthonormalLinear)
-    linear.retract_()
-
-
-def _after_loading(linear: nn.Module, *_: Any) -> None:
-    assert isinstance(linear, OrthonormalLinear)
-    linear.retract_()
-
-
 def orthonormal_rows(weight: Tensor) -> Tensor:
     """Gram-Schmidt on the rows, by the QR of the transpose, diag(R) > 0."""
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    q, r = torch.linalg.qr(wide.mT)
-    sign = torch.where(r.diagonal() < 0, -1.0, 1.0).to(q.dtype)
-    return (q * sign).mT.to(weight.dtype)
+    with without_autocast(weight):
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        q, r = torch.linalg.qr(wide.mT)
+        sign = torch.where(r.diagonal() < 0, -1.0, 1.0).to(q.dtype)
+        return (q * sign).mT.to(weight.dtype)
 
 
 def is_orthonormal(weight: Tensor) -> bool:
     """Whether max |W W^T - I| is what rounding alone may leave: 64 float32 steps, or two of a coarser dtype."""
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-    error = (wide @ wide.mT - torch.eye(wide.shape[0], dtype=wide.dtype, device=wide.device)).abs().max()
+    with without_autocast(weight):  # which would take the product in bfloat16 and find every matrix off
+        error = (wide @ wide.mT - torch.eye(wide.shape[0], dtype=wide.dtype, device=wide.device)).abs().max()
     return bool(error <= max(64 * torch.finfo(wide.dtype).eps, 2 * torch.finfo(weight.dtype).eps))  # never true of a NaN
