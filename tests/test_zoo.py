@@ -111,7 +111,7 @@ def test_patterns() -> None:
     assert list_models() == sorted(MODELS)
     assert list_models("dmst_tiny*") == ["dmst_tiny_patch16_224", "dmst_tiny_patch8_224"]
     assert list_models("*cifar") == ["crate_cifar", "dmst_cifar", "tost_cifar", "vit_cifar"]
-    assert list_models("dmst_tiny") == [] == list_models("")  # full names only
+    assert list_models("dmst_tiny") == list_models("dmst_tiny*")  # a bare word is looked for anywhere
 
 
 @pytest.mark.parametrize(
@@ -269,10 +269,10 @@ def test_2d_positions_and_a_class_token_do_not_go_together(operator: str) -> Non
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((3, 32, 32), r"takes images of shape \(batch, 3, height, width\), not \(3, 32, 32\)\.$"),
+        ((3, 32, 32), r"takes images of shape \(batch, 3, height, width\), not \(3, 32, 32\)\. For one image: images\[None\]"),
         ((1, 2, 3, 32, 32), r"not \(1, 2, 3, 32, 32\)\.$"),
         ((2, 1, 32, 32), r"not \(2, 1, 32, 32\)\. Build it with in_chans= for another number of channels\.$"),
-        ((2, 32, 32, 3), r"Build it with in_chans="),
+        ((2, 32, 32, 3), r"The channels are last: images.permute"),
         ((2, 3, 40, 32), r"patches of 16 pixels, and the height is 40: resize or pad it to a multiple\."),
         ((2, 3, 32, 8), r"patches of 16 pixels, and the width is 8: resize or pad it to a multiple\."),
         ((2, 3, 0, 32), r"the height is 0"),
@@ -529,9 +529,6 @@ def test_every_model_says_how_to_prepare_its_images() -> None:
 @pytest.mark.parametrize(
     ("images", "hint"),
     [
-        (torch.randn(3, 32, 32), r"images\[None\]"),
-        (torch.randn(2, 32, 32, 3), r"permute\(0, 3, 1, 2\)"),
-        (torch.randn(2, 4, 32, 32), "in_chans="),
         (torch.zeros(2, 3, 32, 32, dtype=torch.uint8), "images / 255"),
         (torch.randn(2, 3, 32, 32).double(), r"images.to\(torch.float32\)\."),
         (torch.randn(2, 3, 32, 32).half(), "or torch.autocast"),

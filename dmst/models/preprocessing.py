@@ -48,13 +48,15 @@ def check_images(images: Tensor, config: ModelConfig, dtype: torch.dtype) -> Non
             f"{name} takes a torch tensor of images (batch, {config.in_chans}, height, width), not {type(images)}."
         )
     if images.ndim != 4 or images.shape[1] != config.in_chans:
-        hint = "Build it with in_chans= for another number of channels."
+        hint = ""
         if images.ndim == 3:
-            hint = "For one image: images[None]."
+            hint = " For one image: images[None]."
         elif images.ndim == 4 and images.shape[3] == config.in_chans:
-            hint = "The channels are last: images.permute(0, 3, 1, 2)."
+            hint = " The channels are last: images.permute(0, 3, 1, 2)."
+        elif images.ndim == 4:
+            hint = " Build it with in_chans= for another number of channels."
         shape = tuple(images.shape)
-        raise ShapeError(f"{name} takes images of shape (batch, {config.in_chans}, height, width), not {shape}. {hint}")
+        raise ShapeError(f"{name} takes images of shape (batch, {config.in_chans}, height, width), not {shape}.{hint}")
     for what, side in zip(("height", "width"), images.shape[2:], strict=True):
         if side % size or not side:
             raise ShapeError(f"{name} cuts patches of {size} pixels, and the {what} is {side}: resize or pad it to a multiple.")
