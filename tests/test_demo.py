@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import math
@@ -86,6 +87,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     )
     assert result.exit_code == 0, result.output
     return out, result.output
+
+
+def test_the_command_s_defaults_are_the_recipe_s() -> None:
+    defaults = {name: p.default.default for name, p in inspect.signature(cli.demo).parameters.items()}
+    assert defaults["epochs"] == Recipe.epochs == inspect.signature(run_demo).parameters["epochs"].default
+    assert defaults["seeds"] == inspect.signature(run_demo).parameters["seeds"].default == 3
 
 
 def test_the_command_says_where_the_report_is(finished: tuple[Path, str]) -> None:

@@ -942,8 +942,7 @@ def test_a_replica_of_data_parallel_runs(name: str) -> None:
     model = create_model(name, dim=24, depth=2, num_heads=3, img_size=32, num_classes=7).eval()
     x = torch.randn(2, 3, 32, 32)
     assert not list(replica(model).parameters())
-    with torch.no_grad():
-        assert torch.equal(replica(model)(x), model(x))
+    assert relative(replica(model)(x), model(x)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["vit_tiny", "crate_tiny", "dmst_tiny"])

@@ -18,7 +18,7 @@ from dmst.analysis.rates import LayerRates, layer_rates
 from dmst.analysis.report import Section, image, ramp, table, tabs, tiles, write_report
 from dmst.data.digits import Split, digits
 from dmst.demo import Results, summary, versions
-from dmst.demo.training import Run
+from dmst.demo.training import Recipe, Run
 from dmst.models import Trace, VisionModel
 
 COLOURS = {"dmst_digits": "c1", "tost_digits": "c2", "vit_digits": "c3"}
@@ -175,14 +175,14 @@ def _rates(rates: dict[tuple[str, str], LayerRates]) -> str:
     before, after = rates["dmst_digits", "input"], rates["dmst_digits", "output"]
     other = rates["tost_digits", "input"]
     steps = [b - a for a, b in zip(before.mean["variational"], after.mean["variational"], strict=True)]
-    falls = [f"layer {i + 1} {'lowers' if step < 0 else 'raises'} it by {abs(step):.2f}" for i, step in enumerate(steps)]
+    falls = [f"layer {i + 1} {_moves(step)}" for i, step in enumerate(steps)]
     charts = line_chart(lines("variational"), "layer", "variational rate, nats") + line_chart(
         lines("complete"), "layer", "complete rate, nats"
     )
     return (
         "<p>The attention of DMST and ToST is derived as a step that lowers the <b>variational rate</b>: the nats it takes to "
         "code the tokens inside their subspaces. Measured with memberships computed anew after the step, here "
-        f"{escape('; '.join(falls))} nats.</p>"
+        f"(in nats) {escape('; '.join(falls))}.</p>"
         f'<div class="charts">{charts}</div>'
         f"<p>Read the left picture with care: silent heads cost nothing there, and {_average(before, 'active'):.1f} of DMST's "
         f"heads are on. With every head counted the two rates are {_average(before, 'all_heads'):.1f} (DMST) and "
@@ -219,7 +219,7 @@ def _made(results: Results) -> str:
     return (
         "<ul>"
         f"<li>Command: <code>dmst demo --epochs {recipe.epochs} --seeds {len(results.of('dmst_digits'))}</code> "
-        f"(<code>make demo</code>: 16 and 3). {escape(told)}. Each run on one CPU thread.</li>"
+        f"(<code>make demo</code>: {Recipe.epochs} and 3). {escape(told)}. Each run on one CPU thread.</li>"
         "<li>Data: the 1,797 digits that scikit-learn ships (8 by 8 pixels); every fifth image is held out.</li>"
         f"<li>Recipe, the same for all: {recipe.epochs} epochs of batches of {recipe.batch_size}; Muon ({recipe.matrix_lr:g}) "
         f"for the matrices of the blocks, AdamW ({recipe.lr:g}) for the rest; small turns, zooms and shifts; mixed images; "
@@ -228,6 +228,10 @@ def _made(results: Results) -> str:
         "<li>Numbers: <code>results.json</code> beside this page. Networks: <code>models/</code>, for "
         "<code>dmst.load_model</code>.</li></ul>"
     )
+
+
+def _moves(step: float) -> str:
+    return f"{'lowers' if step < 0 else 'raises'} it by {abs(step):.2f}" if abs(step) >= 0.005 else "leaves it as it is"
 
 
 def _mean(runs: Sequence[Run]) -> str:

@@ -129,5 +129,5 @@ def _optimizers(model: VisionModel, recipe: Recipe) -> list[tuple[torch.optim.Op
         (matrices if matrix else rest).append(parameter)
     return [
         (torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay), recipe.matrix_lr),
-        (torch.optim.AdamW(rest, lr=recipe.lr, weight_decay=recipe.weight_decay, betas=(0.9, 0.99)), recipe.lr),
+        (torch.optim.AdamW(rest, lr=recipe.lr, weight_decay=recipe.weight_decay, betas=(0.9, 0.99), fused=True), recipe.lr),
     ]

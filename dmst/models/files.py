@@ -66,10 +66,7 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
     try:
         _fit(Path("the model"), tensors, VisionModel(model.config, device="meta"))
     except BadFileError as error:  # what could not be loaded is not written
-        raise OptionError(
-            f"not saved, because it could not be loaded again: {error} Change a network by its own methods "
-            "(model.reset_classifier for another number of classes), not by putting other modules into it."
-        ) from error
+        raise OptionError(f"not saved, for it could not be loaded: {error} (Other classes: model.reset_classifier.)") from error
     weights = safetensors.torch.save(tensors)
     try:
         _write_folder(folder, weights, _canonical(_describe(model.config, weights)), taken)
