@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from dmst import whole
 from dmst.errors import BadFileError, DmstError, OptionError, SaveError
 from dmst.models import VisionModel, create_model, files, load_model, save_model
 from dmst.operators import DMSA, OPERATORS
@@ -311,13 +312,13 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, turn: int, h
 
 
 FAILURES = [
-    pytest.param(files, "_write", 1, True, id="half of the weights"),
-    pytest.param(files, "_write", 2, True, id="half of the config"),
+    pytest.param(whole, "_write", 1, True, id="half of the weights"),
+    pytest.param(whole, "_write", 2, True, id="half of the config"),
     pytest.param(os, "fsync", 1, False, id="flushing the weights"),
     pytest.param(os, "fsync", 2, False, id="flushing the config"),
     pytest.param(os, "fsync", 3, False, id="flushing the folder"),
-    pytest.param(files.tempfile, "mkdtemp", 1, False, id="room for the new"),
-    pytest.param(files.tempfile, "mkdtemp", 2, False, id="room for the old"),
+    pytest.param(whole.tempfile, "mkdtemp", 1, False, id="room for the new"),
+    pytest.param(whole.tempfile, "mkdtemp", 2, False, id="room for the old"),
     pytest.param(Path, "rename", 1, False, id="moving the old away"),
     pytest.param(Path, "rename", 2, False, id="moving the new in"),
 ]
@@ -359,7 +360,7 @@ def test_an_interrupt_is_no_exception(folder: Path, monkeypatch: pytest.MonkeyPa
 
     old = load_model(folder)
     with monkeypatch.context() as broken:
-        broken.setattr(files, "_write", interrupt)
+        broken.setattr(whole, "_write", interrupt)
         with pytest.raises(KeyboardInterrupt):
             save_model(tiny(), folder, overwrite=True)
     assert names(folder.parent) == ["saved"] and same(load_model(folder), old)
@@ -736,7 +737,7 @@ def test_a_full_disk_names_what_is_needed_and_free(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise FULL
 
-    monkeypatch.setattr(files, "_write", full)
+    monkeypatch.setattr(whole, "_write", full)
     with pytest.raises(SaveError, match=r"No space left on device\): it needs [\d,]+ bytes, and [\d,]+ are free") as said:
         save_model(tiny(), tmp_path / "deep" / "model")
     assert isinstance(said.value, OSError) and "untouched" in str(said.value)

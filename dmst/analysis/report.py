@@ -9,15 +9,15 @@ Helpers turn what was measured into HTML: `table`, `image`, `tabs` (one of sever
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
+from dmst import whole
 from dmst.analysis.membership import RAMP, Pixels, png
-from dmst.errors import OptionError, SaveError
+from dmst.errors import OptionError
 
 MOST_TABS = 64
 SHOWN = (
@@ -49,23 +49,7 @@ def write_report(path: str | Path, title: str, lead: str, sections: Sequence[Sec
         f'<header><h1>{escape(title)}</h1><div class="lead">{lead}</div></header><nav aria-label="Contents">{contents}</nav>'
         f"{body}<footer>{footer}</footer></main></body></html>\n"
     )
-    return write_whole(path, page)
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Write a text file whole or not at all: an old one stays until the new one is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        staging.write_text(text, encoding="utf-8")
-        staging.replace(path)
-    except OSError as error:
-        raise SaveError(
-            f"{path} could not be written ({error.strerror or error}). What was there before is untouched."
-        ) from error
-    finally:
-        staging.unlink(missing_ok=True)
-    return path
+    return whole.write_text(path, page)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

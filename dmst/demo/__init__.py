@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import dmst
-from dmst.analysis.report import write_whole
+from dmst import whole
 from dmst.data.digits import digits
 from dmst.demo.training import Recipe, Run, train
 from dmst.errors import DmstError, OptionError, SaveError
@@ -73,7 +73,7 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = Rec
     begun = time.perf_counter()
     runs = _train_all(jobs, models, recipe, workers, console)
     results = Results(runs, recipe, time.perf_counter() - begun)
-    write_whole(out / "results.json", json.dumps(_record(results), indent=1) + "\n")
+    whole.write_text(out / "results.json", json.dumps(_record(results), indent=1) + "\n")
     console.print(_table(results))
     from dmst.demo.page import write_page
 

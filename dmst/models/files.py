@@ -11,15 +11,9 @@ builds a model. A flipped bit inside safetensors' data is invisible to safetenso
 
 from __future__ import annotations
 
-import errno
-import glob
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 import warnings
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,7 +24,8 @@ import torch
 from torch import Tensor
 
 import dmst
-from dmst.errors import BadFileError, OptionError, SaveError
+from dmst import whole
+from dmst.errors import BadFileError, OptionError
 from dmst.models.config import ModelConfig
 from dmst.models.preprocessing import pretrained_cfg
 from dmst.models.vision import VisionModel
@@ -68,15 +63,7 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
     except BadFileError as error:  # what could not be loaded is not written
         raise OptionError(f"not saved, for it could not be loaded: {error} (Other classes: model.reset_classifier.)") from error
     weights = safetensors.torch.save(tensors)
-    try:
-        _write_folder(folder, weights, _canonical(_describe(model.config, weights)), taken)
-    except OSError as error:
-        parent = next(x for x in folder.absolute().parents if x.exists())
-        raise SaveError(
-            f"{folder} could not be written ({error.strerror or error}): it needs {len(weights):,} bytes, and "
-            f"{shutil.disk_usage(parent).free:,} are free there. What was there before is untouched."
-        ) from error
-    return folder
+    return whole.write_folder(folder, {WEIGHTS: weights, CONFIG: _canonical(_describe(model.config, weights))})
 
 
 def load_model(
@@ -158,65 +145,12 @@ def _plain(config: ModelConfig) -> None:
         raise OptionError(f"operator_options are {options!r}: a saved model keeps text, numbers, lists and dicts by text only.")
 
 
-def _write_folder(folder: Path, weights: bytes, config: bytes, taken: bool) -> None:
-    """Both files into a folder beside the target, then that folder into its place; an old one goes last of all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))  # beside it: a rename stays on one disk
-    try:
-        _write(staging / WEIGHTS, weights)
-        _write(staging / CONFIG, config)
-        staging.chmod(0o755)
-        _sync(staging)
-        if taken:
-            aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-            try:
-                old = folder.rename(aside / folder.name)
-            except BaseException:
-                aside.rmdir()
-                raise
-            try:
-                staging.rename(folder)
-            except BaseException:
-                old.rename(folder)
-                aside.rmdir()
-                raise
-        else:
-            staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    with suppress(OSError):  # the new model is in place: to say that the old one is untouched would be a lie
-        _sync(folder.parent)
-    for left in _set_aside(folder):  # ours, and what a killed save left: the new model is whole and in place
-        shutil.rmtree(left.parent, ignore_errors=True)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make renames in `folder` last through a power cut, where the system can sync a folder at all."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks
-            raise
-    finally:
-        os.close(handle)
-
-
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def _found(folder: Path) -> Path:
     """The folder; or the model before it, where an overwriting save was killed between its two renames."""
-    kept = _set_aside(folder)
+    kept = whole.set_aside(folder)
     if kept and not folder.exists():
         warnings.warn(f"a save to {folder} was cut off: loading the model that was there before it, {kept[-1]}.", stacklevel=3)
         return kept[-1]
@@ -234,13 +168,6 @@ def _read(path: Path) -> bytes:
     if raw.startswith(PICKLES):
         raise BadFileError(f"{path} is a pickle or zip file, which can run code when it is read: refused. {REMEDY}")
     return raw
-
-
-def _set_aside(folder: Path) -> list[Path]:
-    """Old models of this name that a save moved out of the way."""
-    with suppress(OSError, ValueError):
-        return sorted(folder.parent.glob(f".{glob.escape(folder.name)}.old.*/{glob.escape(folder.name)}"))
-    return []
 
 
 def _read_config(path: Path) -> dict[str, Any]:
