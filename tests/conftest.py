@@ -1,12 +1,15 @@
-"""Every test starts from one seed, on one thread: two workers share two cores."""
+"""Every test starts from one seed, on one thread, and so do the processes it starts: two workers share two cores."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # children that wait for each other's cores took ten times as long
 settings.register_profile("dmst", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("dmst")
 
