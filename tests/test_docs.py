@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.operators import BEGIN, END, markdown
 from dmst.models import create_model, model_config
-from dmst.models.zoo import LAYERS, SMALL
+from dmst.models.zoo import LAYERS, SIZES, SMALL
 from dmst.operators import OPERATORS
 from tests.cases import VARIANTS
 
@@ -97,6 +97,17 @@ def test_the_sizes_in_the_documents_are_those_of_the_code() -> None:
     for family, told in re.findall(r"(\w+) ([\d,]{6,})(?: ·|\.$)", text, re.MULTILINE):
         counts = {f"{sum(p.numel() for p in create_model(f'{family}_{s}', device='meta').parameters()):,}" for s in SMALL}
         assert told in counts, (family, told)
+
+
+def test_the_sizes_in_the_readme_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+ M) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {family for family, _ in rows} == set(LAYERS)
+    for family, sizes in rows:
+        told = dict(re.findall(r"(\w+) ([\d.]+) M", sizes))
+        assert set(told) == set(SIZES[family])
+        for size, millions in told.items():
+            model = create_model(f"{family}_{size}", num_classes=10, device="meta")
+            assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}" == millions, (family, size)
 
 
 def test_the_readme_counts_the_variants() -> None:

@@ -129,3 +129,18 @@ def test_proximal_can_be_pickled_and_built_on_meta() -> None:
     z = tokens(dtype=torch.float32)
     assert torch.equal(again(z), operator(z))
     assert OrthonormalLinear(6, 6, bias=False, device="meta").eval().weight.is_meta
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("way", ["compiled", "exported"])
+def test_a_traced_evaluation_uses_the_basis_too(way: str) -> None:
+    """After a step the stored matrix is off the manifold, and a graph cannot look at its values."""
+    operator = create("dmsa", 24, 3, mode="proximal").eval()
+    with torch.no_grad():
+        operator.subspace.weight.add_(0.2 * torch.randn(24, 24))
+    z = tokens(dtype=torch.float32)
+    if way == "compiled":
+        traced = torch.compile(operator, fullgraph=True, backend="aot_eager")
+    else:
+        traced = torch.export.export(operator, (z,)).module()
+    torch.testing.assert_close(traced(z), operator(z), rtol=1e-5, atol=1e-6)

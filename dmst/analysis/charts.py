@@ -6,6 +6,7 @@ cells(values, rows, columns)                                        a table whos
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from html import escape
@@ -68,12 +69,11 @@ def line_chart(
 ) -> str:
     """One SVG. NaN points are left out."""
     left, right, top, bottom = 66, 16, 14, 44
-    lines = [line._replace(xs=list(line.xs), ys=list(line.ys)) for line in lines]
     xs = [x for line in lines for x in line.xs if math.isfinite(x)]
     ys = [y for line in lines for row in (line.ys, line.low, line.high) if row is not None for y in row if math.isfinite(y)]
     if not xs or not ys:
         return '<p class="note">Nothing to draw: no finite values.</p>'
-    x0, x1 = span([*xs])
+    x0, x1 = span(xs)
     y0, y1 = span([*ys, *(y_range or ())])  # what was asked for, and all that is drawn
     x_ticks, y_ticks = ticks(x0, x1, whole=whole_x), ticks(y0, y1)
     if y_range is None:
@@ -134,11 +134,7 @@ def cells(
     if groups:
         head += "<tr><th></th>" + "".join(f'<th colspan="{size}">{escape(name)}</th>' for name, size in groups) + "</tr>"
     head += f"<tr><th>{escape(corner)}</th>" + "".join(f"<th>{escape(name)}</th>" for name in columns) + "</tr>"
-    starts = set()
-    at = 0
-    for _, size in groups:
-        starts.add(at)
-        at += size
+    starts = set(itertools.accumulate((size for _, size in groups), initial=0)) if groups else set()
     body = ""
     for name, row in zip(rows, values, strict=True):
         body += f'<tr><th scope="row">{escape(name)}</th>'

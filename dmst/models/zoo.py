@@ -88,7 +88,6 @@ def timm_name(name: str) -> str:
 
 
 MODELS, ALIASES = _table()
-WEIGHTS: dict[str, str] = {}  # model -> weights that ship with the package
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -123,8 +122,5 @@ def create_model(
     asked = {"num_classes": num_classes, "img_size": img_size, "in_chans": in_chans, "operator": operator}
     config = model_config(name, **overrides, **{key: value for key, value in asked.items() if value is not None})
     if pretrained:
-        with_weights = ", ".join(sorted(WEIGHTS)) or "none yet"
-        raise OptionError(
-            f"no weights ship for {config.name} (with weights: {with_weights}). Leave pretrained out, or use load_model."
-        )
+        raise OptionError(f"no weights ship for {config.name}, nor for any other yet. Leave pretrained out, or use load_model.")
     return VisionModel(config, device=device, dtype=dtype)

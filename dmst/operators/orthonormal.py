@@ -6,8 +6,8 @@
 
 Saving, loading and `eval()` leave the stored matrix alone, so how often a run, or an average of its weights, is saved or
 evaluated does not bend it; a state dict holds the parameter itself, as tools that average state dicts need. `save_model` writes
-the retracted matrix. A traced training graph retracts nothing by itself: call `retract_()` after its steps, which also makes
-evaluation quick. All of this is computed in at least float32, also under autocast.
+the retracted matrix. A traced graph cannot look at values: it holds Gram-Schmidt itself and retracts nothing, so call
+`retract_()` after the steps of a compiled training, which also makes evaluation quick. All in float32 or wider.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class OrthonormalLinear(nn.Linear):
 
     def basis(self) -> Tensor:
         """The orthonormal matrix that the layer uses."""
-        if not self._readable():  # no values to judge: Gram-Schmidt is right for every weight, and an evaluated one is tidy
-            return orthonormal_rows(self.weight) if self.training else self.weight
+        if not self._readable():  # no values to judge, and Gram-Schmidt is right for every weight
+            return orthonormal_rows(self.weight)
         if not self.training:
             return self.weight if is_orthonormal(self.weight) else orthonormal_rows(self.weight)
         if not isinstance(self.weight, nn.Parameter):  # a tensor lent by `functional_call` is not ours to change
