@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst.models import ModelConfig
+from dmst.models import ModelConfig, model_config
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.feedforward import Ista
 from dmst.models.positions import FourierPosition, LearnedPosition
