@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dmst.bench.published import AttentionDMSA, AttentionMHSA, AttentionTSSA
 from dmst.operators import DMSA, MHSA, TSSA
-from tests.published import AttentionDMSA, AttentionMHSA, AttentionTSSA
 
 BEGIN, END = "<!-- begin results/cpu/operators.json -->", "<!-- end results/cpu/operators.json -->"
 

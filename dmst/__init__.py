@@ -25,18 +25,20 @@ _HOMES = {
     "list_models": "dmst.models",
     "load_model": "dmst.models",
     "save_model": "dmst.models",
+    "use_kernels": "dmst.kernels",
 }
 _MODULES = ("analysis", "errors", "kernels", "models", "objective", "operators", "rotary", "sparsemax")
 
 if TYPE_CHECKING:
     from dmst import analysis, errors, kernels, models, objective, operators, rotary, sparsemax
+    from dmst.kernels import use_kernels
     from dmst.models import ModelConfig, VisionModel, create_model, list_models, load_model, save_model
     from dmst.operators import DMSA, OPERATORS, TSSA, Parts, Spatial
 
 __all__ = [
     "DMSA", "OPERATORS", "TSSA", "ModelConfig", "Parts", "Spatial", "VisionModel", "__version__",
     "analysis", "create_model", "errors", "kernels", "list_models", "load_model", "models", "objective", "operators", "rotary",
-    "save_model", "sparsemax",
+    "save_model", "sparsemax", "use_kernels",
 ]  # fmt: skip
 
 

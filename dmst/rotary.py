@@ -34,6 +34,14 @@ class Table(NamedTuple):
     sin: Tensor  # (n, d)
 
 
+class Factors(NamedTuple):
+    """rot_n = far_(n // step) near_(n % step): two short tables, one value a pair, in place of one as long as the image."""
+
+    far: Table  # (ceil(n / step), d / 2)
+    near: Table  # (step, d / 2)
+    step: int
+
+
 def check(mode: str, dim: int) -> str:
     """`mode`, if width `dim` can carry it."""
     choose("rotary mode", mode, MODES)
@@ -51,12 +59,34 @@ def table(
         return None
     if mode == "1d":
         return _line(dim, n, device, dtype)
+    return _plane(dim, *_grid(grid, n), device, dtype)
+
+
+def factors(
+    mode: str, dim: int, n: int, grid: tuple[int, int] | None, *, step: int, device: torch.device, dtype: torch.dtype
+) -> Factors | None:
+    """The same rotations as `table`, factored. 1d: runs of `step` tokens; 2d: far turns by the row, near by the column."""
+    if mode == "none":
+        return None
+    if mode == "1d":
+        return Factors(_steps(dim, step, -(-n // step), device, dtype), _steps(dim, 1, step, device, dtype), step)
+    rows, columns = _grid(grid, n)
+    still = Table(torch.ones(1, dim // 4, device=device, dtype=dtype), torch.zeros(1, dim // 4, device=device, dtype=dtype))
+    far, near = (_steps(dim // 2, 1, side, device, dtype) for side in (rows, columns))
+    return Factors(
+        Table(*(torch.cat((x, y.expand_as(x)), -1) for x, y in zip(far, still, strict=True))),
+        Table(*(torch.cat((y.expand_as(x), x), -1) for x, y in zip(near, still, strict=True))),
+        columns,
+    )
+
+
+def _grid(grid: tuple[int, int] | None, n: int) -> tuple[int, int]:
     if grid is None:
         raise ShapeError("rotary='2d' needs grid=(rows, columns) of the tokens: pass grid to the operator, or use rotary='1d'.")
     rows, columns = _sides(grid)
     if rows * columns != n:
         raise ShapeError(f"grid is {rows} x {columns} = {rows * columns} tokens, but z has {n}: they must be equal.")
-    return _plane(dim, rows, columns, device, dtype)
+    return rows, columns
 
 
 def _sides(grid: Any) -> tuple[int, int]:
@@ -88,19 +118,35 @@ def rotate(z: Tensor, positions: Table) -> Tensor:
 # --- the shared tables -----------------------------------------------------------------------------------------------
 
 _LINES: dict[tuple, Table] = {}  # (dim, device, dtype) -> the longest table so far
+_STEPS: dict[tuple, Table] = {}  # (dim, step, device, dtype) -> likewise, every step-th row, one value a pair
 _PLANES: dict[tuple, Table] = {}  # (dim, rows, columns, device, dtype) -> table, the most recent last
 _PLANES_KEPT = 32
 
 
 def _line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
     """The first n rows of the shared table, grown where needed. Old rows keep their bits: a row depends on n and d alone."""
+    return _grown(_LINES, (dim, device, dtype), n, _compute_line, dim)
+
+
+def _steps(dim: int, step: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
+    return _grown(_STEPS, (dim, step, device, dtype), n, _compute_steps, dim, step)
+
+
+def _grown(tables: dict[tuple, Table], key: tuple, n: int, compute: Callable[..., Table], *args: int) -> Table:
+    *_, device, dtype = key
     if watched.traced() or watched.dispatched():  # a traced graph computes its own rows: no state, and n may be symbolic
-        return _compute_line(dim, n, device, dtype)
-    key = (dim, device, dtype)
-    found = _LINES.get(key)
+        return compute(*args, n, device, dtype)
+    found = tables.get(key)
     if found is None or found.cos.shape[0] < n:
-        found = _keep(_LINES, key, _compute_line, dim, max(64, 1 << (n - 1).bit_length()), device, dtype)
+        if _recorded(device):
+            return compute(*args, n, device, dtype)
+        found = _keep(tables, key, compute, *args, max(64, 1 << (n - 1).bit_length()), device, dtype)
     return Table(found.cos[:n], found.sin[:n])
+
+
+def _recorded(device: torch.device) -> bool:
+    """Inside a CUDA graph that is being recorded: what is made there has no values yet, and must not be left for others."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _plane(dim: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Table:
@@ -109,6 +155,8 @@ def _plane(dim: int, rows: int, columns: int, device: torch.device, dtype: torch
         return _compute_plane(dim, rows, columns, device, dtype)
     key = (dim, rows, columns, device, dtype)
     found = _PLANES.get(key)
+    if found is None and _recorded(device):
+        return _compute_plane(*key)
     if found is None:
         found = _keep(_PLANES, key, _compute_plane, *key)
         while len(_PLANES) > _PLANES_KEPT:
@@ -124,11 +172,19 @@ def _keep(tables: dict[tuple, Table], key: tuple, compute: Callable[..., Table],
     return made
 
 
-def _compute_line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
-    pair = torch.arange(0, dim, 2, device=device, dtype=torch.float64)
-    angle = torch.arange(n, device=device, dtype=torch.float64).unsqueeze(-1) * BASE ** (-pair / dim)
-    angle = angle.repeat_interleave(2, -1)
+def _compute_steps(dim: int, step: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
+    angle = _angles(dim, step, n, device)
     return Table(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def _compute_line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
+    angle = _angles(dim, 1, n, device).repeat_interleave(2, -1)
+    return Table(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def _angles(dim: int, step: int, n: int, device: torch.device) -> Tensor:
+    pair = torch.arange(0, dim, 2, device=device, dtype=torch.float64)
+    return step * torch.arange(n, device=device, dtype=torch.float64).unsqueeze(-1) * BASE ** (-pair / dim)
 
 
 def _compute_plane(dim: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Table:

@@ -2,9 +2,10 @@
 
     transformed()   torch.func transforms or forward-mode differentiation: tensors hide their batch and their tangents
     traced()        torch.compile, torch.export, torch.jit.trace: what is done once is done for every later input
+    exported()      of these, the ones whose graph somebody else will read: plain operators only
     dispatched()    a dispatch mode (fake tensors, make_fx, a FLOP counter): tensors may have no values to read
 
-Plain eager execution answers no three times. Each asks PyTorch's private state, so they are asked in this one file.
+Plain eager execution answers no every time. Each asks PyTorch's private state, so they are asked in this one file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 def traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def exported() -> bool:
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def transformed() -> bool:

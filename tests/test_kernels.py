@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dmst import kernels
+from dmst.bench.published import AttentionDMSA, AttentionTSSA
 from dmst.kernels import closed_form, reference
 from dmst.operators import create
 from dmst.operators.family import TokenStatistics
 from tests.cases import FAMILY, VARIANTS, build, gradients, grid_of, label, relative, tokens
-from tests.published import AttentionDMSA, AttentionTSSA
 
 F64 = torch.float64
 family = pytest.mark.parametrize("case", FAMILY, ids=label)

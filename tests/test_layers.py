@@ -19,7 +19,7 @@ ROWS = [
     ["operators"],
     ["models", "data"],
     ["engine", "analysis", "export"],
-    ["reproduce", "explorer", "integrations", "doctor", "demo"],
+    ["reproduce", "explorer", "integrations", "doctor", "demo", "bench"],
     ["cli"],
     ["__main__"],
 ]
@@ -126,7 +126,15 @@ def test_the_gate_finds_what_it_should(source: str, hits: list[str]) -> None:
 def test_other_libraries_only_where_named() -> None:
     """torch, numpy and einops everywhere; others in the rooms that need them; optional ones by `errors.need`, as text."""
     standard = set(sys.stdlib_module_names)
-    extra = {"cli": {"typer", "rich"}, "demo": {"rich"}, "models": {"safetensors"}, "analysis": {"PIL"}}
+    extra = {
+        "cli": {"typer", "rich"},
+        "demo": {"rich"},
+        "bench": {"rich"},
+        "doctor": {"rich"},
+        "kernels": {"triton"},  # imported only where the fused kernels are used: test_import says so
+        "models": {"safetensors"},
+        "analysis": {"PIL"},
+    }
     checking = {"jaxtyping"}  # shapes as text, behind TYPE_CHECKING
     for path in ROOT.rglob("*.py"):
         for module in imports(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""Ours against the published operators, retyped independently in tests/published.py: equal to 1e-12, forward and gradients."""
+"""Ours against the published operators, retyped independently in dmst/bench/published.py: equal to 1e-12, with gradients."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dmst.operators import DMSA, MHSA, TSSA
-from dmst.rotary import rotate, table
-from dmst.sparsemax import sparsemax
-from tests.cases import excite, gradients, relative, tokens
-from tests.published import (
+from dmst.bench.published import (
     AttentionDMSA,
     AttentionMHSA,
     AttentionTSSA,
@@ -21,6 +17,10 @@ from tests.published import (
     soft_threshold,
     soft_threshold_topk,
 )
+from dmst.operators import DMSA, MHSA, TSSA
+from dmst.rotary import rotate, table
+from dmst.sparsemax import sparsemax
+from tests.cases import excite, gradients, relative, tokens
 
 F64 = torch.float64
 EXACT = torch.complex128

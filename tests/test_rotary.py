@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dmst import rotary
+from dmst.bench.published import apply_rotary, rotary_table
 from dmst.errors import OptionError, ShapeError, UnknownNameError
 from tests.cases import relative
-from tests.published import apply_rotary, rotary_table
 
 CPU, F64 = torch.device("cpu"), torch.float64
 

@@ -1,24 +1,17 @@
-"""Numerical cores. `attend` is the layer; which file computes it is decided here and nowhere else.
-
-traced, or forward-mode derivatives       reference     plain torch: the compiler fuses it and chooses what to keep
-a gradient is wanted                      closed_form   one autograd function, keeps 2 n d
-no gradient, CPU, sparsemax gate, eager   silent        heads with gate 0 left out where that is faster
-no gradient, otherwise                    reference
-"""
+"""Numerical cores. `attend` is the layer; `choice.py` decides which file computes it."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from dmst import watched
-from dmst.kernels import closed_form, reference, silent
+from dmst.errors import ShapeError
+from dmst.kernels import reference
 from dmst.kernels.autocast import autocast_is_on, without_autocast
+from dmst.kernels.choice import kernel_for, use_kernels
 from dmst.kernels.form import Form, Weights
 
-__all__ = ["Form", "Weights", "attend", "compute_dtype", "reference", "without_autocast"]
+__all__ = ["Form", "Weights", "attend", "compute_dtype", "reference", "use_kernels", "without_autocast"]
 
 
 def compute_dtype(z: Tensor) -> torch.dtype:
@@ -30,17 +23,25 @@ def compute_dtype(z: Tensor) -> torch.dtype:
 
 def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None) -> Tensor:
     """The layer on z (b, n, d): projections in the compute dtype, everything between them in at least float32."""
-    kernel, dtype = _choose(z, weights, form), compute_dtype(z)
+    check(z, weights, form)
+    dtype = compute_dtype(z)
+    kernel = kernel_for(z, weights, form, dtype)
     with without_autocast(z):  # the scores must not be rounded on their way
         return kernel(z, weights, form, grid=grid, dtype=dtype)
 
 
-def _choose(z: Tensor, weights: Weights, form: Form) -> Callable[..., Tensor]:
-    if watched.traced() or watched.dual():
-        return reference.attend
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
-        return closed_form.attend
-    readable = not (watched.transformed() or watched.dispatched())  # by the host: which heads are on
-    if z.device.type == "cpu" and form.gate == "sparsemax" and readable:
-        return silent.attend
-    return reference.attend
+def check(z: Tensor, weights: Weights, form: Form) -> None:
+    """Refuse what does not fit before anything is launched: a kernel would read beyond its memory."""
+    if z.ndim != 3 or not z.is_floating_point():
+        raise ShapeError(f"z is {tuple(z.shape)} in {z.dtype}: it must be (batch, tokens, width) in a floating-point dtype.")
+    d, k = z.shape[-1], form.num_heads
+    if d % k:
+        raise ShapeError(f"z has width {d}, which {k} heads do not divide.")
+    shapes = ((d, d), (d,), (k, d), (k,), (d, d), (d,), (k, 1), ())
+    for name, weight, shape in zip(Weights._fields, weights, shapes, strict=True):
+        if weight is None:
+            continue
+        if weight.shape != shape:
+            raise ShapeError(f"{name} has shape {tuple(weight.shape)}: for z of width {d} and {k} heads it must be {shape}.")
+        if weight.device != z.device:
+            raise ShapeError(f"{name} is on {weight.device} and z on {z.device}: move one with .to().")

@@ -76,7 +76,7 @@ class _Attend(torch.autograd.Function):
             else:
                 steps = Steps(*kept)
             wanted = Weights(*ctx.needs_input_grad[1 : 1 + len(tensors)])
-            dz, grads = _pull_back(z, weights, form, ctx.grid, ctx.dtype, steps, dout, wanted, ctx.needs_input_grad[0])
+            dz, grads = pull_back(z, weights, form, ctx.grid, ctx.dtype, steps, dout, wanted, ctx.needs_input_grad[0])
         return dz, *grads, None, None, None
 
 
@@ -89,7 +89,7 @@ class _Core(NamedTuple):
     theta: Tensor | None  # ()
 
 
-def _pull_back(
+def pull_back(
     z: Tensor,
     weights: Weights,
     form: Form,
@@ -100,6 +100,7 @@ def _pull_back(
     wanted: Weights,
     wants_z: bool,
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    """dz, and the gradient of each weight that is wanted."""
     grads: dict[str, Tensor] = {}
 
     # the output projection: its own gradient first, so that the update is gone before dupdate needs room

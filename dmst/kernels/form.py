@@ -6,9 +6,11 @@ from there on one core serves them all (`reference.py`, `closed_form.py`).
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,16 @@ class Form:
     token_sparse_rescale: bool = False  # membership times n, for memberships that sum to 1 over tokens
     normalize_tokens: bool = True  # TSSA's code divides each channel's energy by its sum over tokens
     delta: float = 1e-8  # added to mass where the published code does; 0 means an empty group is guarded instead
+    text: str = field(init=False, repr=False, compare=False)  # the same choices, as an operator's schema can carry them
+
+    def __post_init__(self) -> None:
+        choices = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        object.__setattr__(self, "text", json.dumps(choices))
+
+    @staticmethod
+    @functools.cache
+    def read(text: str) -> Form:
+        return Form(**json.loads(text))
 
     @property
     def power(self) -> int:

@@ -1,7 +1,8 @@
 """The published operators, retyped from their papers' formulas and printed code: what ours are compared with.
 
 Nothing here imports dmst. Listing: the appendix of the DMSA paper (arXiv 2601.17042), names as printed. TSSA: ToST's vision
-code. MHSA: ordinary attention, one fused projection and PyTorch's kernel.
+code. MHSA: ordinary attention, one fused projection and PyTorch's kernel. In low precision they compute as their authors' do:
+in the dtype itself, but for the rotation, which is made of float32 pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def rotary_table(dim: int, tokens: int, theta: float = 10000.0) -> Tensor:
 
 
 def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    pairs = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2).contiguous())
     return torch.view_as_real(pairs * table.to(pairs.dtype)).flatten(-2).type_as(x)
 
 
@@ -26,7 +28,7 @@ def soft_threshold(s: Tensor) -> Tensor:
     """ST over dimension 1, by sorting: the largest rho with 1 + rho s_(rho) > s_(1) + .. + s_(rho) sets the threshold."""
     ordered, _ = torch.sort(s, dim=1, descending=True)
     prefix = ordered.cumsum(1) - 1
-    rank = torch.arange(1, s.shape[1] + 1, dtype=s.dtype).view(1, -1)
+    rank = torch.arange(1, s.shape[1] + 1, dtype=s.dtype, device=s.device).view(1, -1)
     support = (rank * ordered > prefix).sum(1, keepdim=True)
     return torch.clamp(s - prefix.gather(1, support - 1) / support.to(s.dtype), min=0)
 
@@ -36,7 +38,7 @@ def soft_threshold_topk(s: Tensor, topk: int) -> Tensor:
     k = min(topk, s.shape[1])
     ordered = torch.topk(s, k, dim=1).values
     prefix = ordered.cumsum(1) - 1
-    rank = torch.arange(1, k + 1, dtype=s.dtype).view(1, -1)
+    rank = torch.arange(1, k + 1, dtype=s.dtype, device=s.device).view(1, -1)
     support = (rank * ordered > prefix).sum(1, keepdim=True)
     result = torch.clamp(s - prefix.gather(1, support - 1) / support.to(s.dtype), min=0)
     open_ended = (support == k).squeeze(1)
@@ -47,6 +49,8 @@ def soft_threshold_topk(s: Tensor, topk: int) -> Tensor:
 
 class AttentionDMSA(nn.Module):
     """The printed listing, line by line: rotated input to PI_linear, which is called twice; the gate before the square."""
+
+    freqs_cis: Tensor
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = False, tokens: int = 4096, table: torch.dtype = torch.complex64

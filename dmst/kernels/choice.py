@@ -1,0 +1,144 @@
+"""Which kernel computes a layer, decided here and nowhere else.
+
+    use_kernels("auto")        the fastest that is measured to be right for the device, the dtype and the heads (the default)
+    use_kernels("reference")   plain torch, to any derivative
+    use_kernels("fused")       the Triton kernels, or an error that says why not
+
+As a function it holds until the next call; in a `with` it holds inside.
+
+    traced for export, torch.jit, forward-mode derivatives   reference     plain torch: others read the graph
+    fused allowed (the table below)                          fused         also inside torch.compile, as one operator
+    otherwise traced by torch.compile                        reference     the compiler fuses it and chooses what to keep
+    otherwise a gradient is wanted                           closed_form   one autograd function, keeps 2 n d
+    otherwise CPU, sparsemax gate, eager                     silent        heads with gate 0 left out where that is faster
+    otherwise                                                reference
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmst import watched
+from dmst.errors import OptionError, choose
+from dmst.kernels import closed_form, plan, reference, silent
+from dmst.kernels.form import Form, Weights
+
+CHOICES = ("auto", "reference", "fused")
+OLDEST_TRITON = (3, 2)
+OLDEST_DEVICE = (8, 0)  # bfloat16 and TF32 in the tensor cores
+
+# What "auto" does on a CUDA device, by dtype: measured on one H200 (results/h200/operators.json, docs/kernels.md).
+AUTO = {torch.bfloat16: True, torch.float16: True, torch.float32: True}
+
+_chosen = "auto"
+
+
+class use_kernels:
+    """Choose the kernels: `use_kernels("fused")` from here on, `with use_kernels("fused"):` inside only."""
+
+    def __init__(self, choice: str) -> None:
+        global _chosen
+        choose("kernels", choice, CHOICES)
+        self.before, _chosen = _chosen, choice
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        global _chosen
+        _chosen = self.before
+
+
+class Verdict(NamedTuple):
+    """Whether the fused kernels serve, and in a few words why."""
+
+    fused: bool
+    why: str
+
+
+@functools.cache
+def triton_problem() -> str:
+    """What is wrong with Triton here; nothing where it is present and new enough."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install 'dmst[kernels]')"
+    try:
+        version = importlib.import_module("triton").__version__
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
+            return f"Triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+        importlib.import_module("dmst.kernels.registered")
+    except Exception as error:  # a broken build fails in many ways; each means the same here
+        return f"Triton cannot be used ({type(error).__name__}: {error})"
+    return ""
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Triton's interpreter runs the kernels on the CPU, slowly: for tests. Triton reads the variable when it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def machine_problem(device: str, index: int, fused: bool) -> str:
+    """Why this machine cannot run the fused kernels on this kind of device; nothing where it can."""
+    if device != "cuda" and not (device == "cpu" and fused and interpreted()):
+        return f"fused kernels need a CUDA device, and this is {device}"
+    problem = triton_problem()
+    if not problem and device == "cuda" and torch.cuda.get_device_capability(index) < OLDEST_DEVICE:
+        return f"fused kernels need compute capability {OLDEST_DEVICE[0]}.{OLDEST_DEVICE[1]} or newer"
+    return problem
+
+
+# A traced graph is for one machine: this is asked when it is traced and is no part of it. The attribute is all that
+# torch.compiler.assume_constant_result sets; the function itself would import the whole compiler with this file.
+machine_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def verdict(device: torch.device, dtype: torch.dtype, form: Form, dim: int, choice: str | None = None) -> Verdict:
+    """Would a layer of this form and width, on this device, with tokens and products in these dtypes, be fused?"""
+    choice = choice or _chosen
+    if choice == "reference":
+        return Verdict(False, 'use_kernels("reference")')
+    if dtype not in AUTO:
+        return Verdict(False, f"fused kernels compute in at most float32, and this is {str(dtype).removeprefix('torch.')}")
+    if form.num_heads > plan.MOST_HEADS or dim // form.num_heads > plan.WIDEST:
+        return Verdict(False, f"fused kernels take up to {plan.MOST_HEADS} heads of up to {plan.WIDEST} channels")
+    problem = machine_problem(device.type, device.index or 0, choice == "fused")
+    if problem:
+        return Verdict(False, problem)
+    if choice == "auto" and not AUTO[dtype]:
+        return Verdict(False, f"measured slower in {str(dtype).removeprefix('torch.')}")
+    return Verdict(True, "measured fastest" if choice == "auto" else 'use_kernels("fused")')
+
+
+def _fused_attend(*args: Any, **kwargs: Any) -> Tensor:
+    from dmst.kernels.registered import attend  # Triton is imported only where it is used
+
+    return attend(*args, **kwargs)
+
+
+def kernel_for(z: Tensor, weights: Weights, form: Form, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """The `attend` that computes this layer, now."""
+    if watched.exported() or watched.dual():
+        return reference.attend
+    if not watched.transformed():
+        wide = z.dtype if z.dtype == torch.float64 else dtype
+        answer = verdict(z.device, wide, form, z.shape[-1])
+        if answer.fused:
+            return _fused_attend
+        if _chosen == "fused":
+            raise OptionError(f'use_kernels("fused"): {answer.why}. Use use_kernels("auto") to fall back by itself.')
+    if watched.traced():
+        return reference.attend
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
+        return closed_form.attend
+    readable = not (watched.transformed() or watched.dispatched())  # by the host: which heads are on
+    if z.device.type == "cpu" and form.gate == "sparsemax" and readable:
+        return silent.attend
+    return reference.attend

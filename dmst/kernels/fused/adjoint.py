@@ -1,0 +1,114 @@
+"""From G = dL/dupdate back to the projected tokens, the membership and the gate (the formulas of `closed_form`).
+
+    sweep 1   A_ki = sum_n pi G s                           proximal: B_ki = sum_n pi q,  q = G s/(1+w)^2
+    between   dT, dg, dtheta from A; m = dT/divisor
+    sweep 2   dS = pi (c G + 2 m s)                         proximal: -G w/(1+w) + 2 pi m s        (uniform: 2 m s without pi)
+              dpi = sum_i s (c G + m s) - sum_i m T         proximal: -c sum_i q + ...             (uniform: no m)
+              dscores = pi (1 - pi) dpi for a sigmoid, else dpi itself
+
+One program takes both sweeps where a sample is not split: the second finds its tokens in the cache. Otherwise the first leaves
+partial sums, and every program of the second adds them up for itself, in order. dS is written over G.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dmst.kernels.fused.core import LISTING, PROXIMAL, attenuation, factor, gate_of_heads, head_block
+
+
+@triton.jit
+def adjoint_kernel(
+    grad_ptr, s_ptr, membership_ptr, moment_ptr, gate_ptr, divisor_ptr, theta_ptr,
+    part_ptr, dmembership_ptr, dgate_ptr, dtheta_ptr, dbias_ptr,
+    n, span, splits, sign,
+    K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    MODE: tl.constexpr, GATED: tl.constexpr, UNIFORM: tl.constexpr, SIGMOID: tl.constexpr,
+    SUM: tl.constexpr, PULL: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
+    gate = gate_of_heads(gate_ptr, sample, head, K, GATED)[:, None]
+    moment = tl.load(moment_ptr + sample * (K * P) + column, mask=inside, other=0.0)
+    a = attenuation(moment, gate)
+    theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
+    c = factor(a, gate, theta, sign, MODE)
+    start, stop = split * span, tl.minimum((split + 1) * span, n)
+
+    if SUM:
+        share = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
+        for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
+            token = first + tl.arange(0, TOKENS)
+            row = sample * n + token
+            at = row[:, None, None] * (K * P) + column[None]
+            real = (token < stop)[:, None, None] & inside[None]
+            grad = tl.load(grad_ptr + at, mask=real, other=0.0).to(tl.float32)
+            s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
+            some = (token < stop)[:, None] & (head[None, :] < K)
+            pi = tl.load(membership_ptr + row[:, None] * K + head[None, :], mask=some, other=0.0)[:, :, None]
+            q = grad * s
+            if MODE == PROXIMAL:
+                damp = 1.0 + pi * c[None]
+                q = q / (damp * damp)
+            share += pi * q
+        total = tl.sum(share, 0)
+        if not PULL:
+            tl.store(part_ptr + (sample * splits + split) * (K * P) + column, total, mask=inside)
+    else:
+        total = tl.zeros((HEADS, WIDTH), tl.float32)
+        for part in range(splits):
+            total += tl.load(part_ptr + (sample * splits + part) * (K * P) + column, mask=inside, other=0.0)
+
+    if PULL:
+        if MODE == PROXIMAL:
+            dmoment = theta * gate * gate * gate * gate * a * a * total
+            dgate = -2.0 * theta * tl.sum(gate * a * a * total, 1)
+            dtheta = -tl.sum(gate * gate * a * total, 1)
+        elif MODE == LISTING:
+            dmoment = -sign * gate * gate * gate * a * a * total
+            dgate = sign * tl.sum(total * a * (2.0 * a - 1.0), 1)
+        else:
+            dmoment = -sign * gate * gate * gate * gate * a * a * total
+            dgate = 2.0 * sign * tl.sum(gate * total * a * a, 1)
+        divisor = tl.load(divisor_ptr + sample * K + head, mask=head < K, other=1.0)
+        m = dmoment / divisor[:, None]
+        mean = tl.sum(m * moment, 1)
+        if split == 0:
+            if GATED:
+                tl.store(dgate_ptr + sample * K + head, dgate, mask=head < K)
+            if MODE == PROXIMAL:
+                tl.store(dtheta_ptr + sample * K + head, dtheta, mask=head < K)
+        bias = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
+        for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
+            token = first + tl.arange(0, TOKENS)
+            row = sample * n + token
+            at = row[:, None, None] * (K * P) + column[None]
+            real = (token < stop)[:, None, None] & inside[None]
+            grad = tl.load(grad_ptr + at, mask=real, other=0.0).to(tl.float32)
+            s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
+            some = (token < stop)[:, None] & (head[None, :] < K)
+            pi = tl.load(membership_ptr + row[:, None] * K + head[None, :], mask=some, other=0.0)
+            if MODE == PROXIMAL:
+                w = pi[:, :, None] * c[None]
+                ds = -grad * w / (1.0 + w)
+                dpi = -tl.sum(c[None] * grad * s / ((1.0 + w) * (1.0 + w)), 2)
+            else:
+                pulled = c[None] * grad
+                ds = pi[:, :, None] * pulled
+                dpi = tl.sum(pulled * s, 2)
+            bent = m[None] * s
+            if UNIFORM:
+                ds += 2.0 * bent
+            else:
+                ds += 2.0 * pi[:, :, None] * bent
+                dpi += tl.sum(bent * s, 2) - mean[None, :]
+            if SIGMOID:
+                dpi = dpi * pi * (1.0 - pi)
+            ds = ds.to(grad_ptr.dtype.element_ty)
+            tl.store(grad_ptr + at, ds, mask=real)
+            tl.store(dmembership_ptr + row[:, None] * K + head[None, :], dpi, mask=some)
+            if BIAS:
+                bias += tl.where(real, ds.to(tl.float32), 0.0)
+        if BIAS:
+            tl.store(dbias_ptr + (sample * splits + split) * (K * P) + column, tl.sum(bias, 0), mask=inside)

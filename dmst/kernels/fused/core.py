@@ -1,0 +1,55 @@
+"""What one head does to one token, for every kernel that needs it.
+
+a = 1/(1 + g^2 T)      listing  c = sign g a      equation  c = sign g^2 a      proximal  c = theta g^2 a
+update = f s           listing, equation  f = pi c                              proximal  f = -w/(1+w), w = pi c
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MODES = {"listing": 0, "equation": 1, "proximal": 2}
+LISTING: tl.constexpr = tl.constexpr(0)
+PROXIMAL: tl.constexpr = tl.constexpr(2)
+
+
+@triton.jit
+def attenuation(moment, gate):
+    return 1.0 / (1.0 + gate * gate * moment)
+
+
+@triton.jit
+def factor(a, gate, theta, sign, MODE: tl.constexpr):
+    """c, from the attenuation a."""
+    if MODE == PROXIMAL:
+        return theta * gate * gate * a
+    if MODE == LISTING:
+        return sign * gate * a
+    return sign * gate * gate * a
+
+
+@triton.jit
+def weigh(membership, c, MODE: tl.constexpr):
+    """f, what the projected token is multiplied by."""
+    w = membership * c
+    if MODE == PROXIMAL:
+        return -w / (1.0 + w)
+    return w
+
+
+@triton.jit
+def gate_of_heads(gate_ptr, sample, heads, K: tl.constexpr, GATED: tl.constexpr):
+    """g_k of one sample for these heads; 1 where the layer has no gate."""
+    if GATED:
+        return tl.load(gate_ptr + sample * K + heads, mask=heads < K, other=0.0)
+    return tl.full(heads.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def head_block(HEADS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, P: tl.constexpr, first):
+    """Heads (HEADS), their columns in a token (HEADS, WIDTH), and which of these exist: p is padded in registers only."""
+    heads = first + tl.arange(0, HEADS)
+    channel = tl.arange(0, WIDTH)
+    inside = (heads[:, None] < K) & (channel[None, :] < P)
+    return heads, heads[:, None] * P + channel[None, :], inside

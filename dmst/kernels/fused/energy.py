@@ -1,0 +1,74 @@
+"""TSSA's membership from projected energy, and its way back.
+
+forward     e_nk = sum_i s_nki^2/E_ki,  E_ki = sum_n s_nki^2         membership = softmax_k(temperature_k e_nk + score_nk)
+backward    dS_nki += 2 s/E temperature_k (x_nk - mean_ki),  x = dlogits,  mean_ki = sum_n x_nk s_nki^2/E_ki
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dmst.kernels.fused.core import head_block
+
+
+@triton.jit
+def energy_kernel(
+    s_ptr, channel_ptr, temperature_ptr, score_ptr, out_ptr,
+    n,
+    K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    NORMALIZE: tl.constexpr, SCORED: tl.constexpr,
+):  # fmt: skip
+    """HEADS covers every head: the softmax runs over them."""
+    sample = tl.program_id(0).to(tl.int64)
+    head, column, inside = head_block(HEADS, WIDTH, K, P, 0)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    here = token < n
+    row = sample * n + token
+    s = tl.load(s_ptr + row[:, None, None] * (K * P) + column[None], mask=here[:, None, None] & inside[None], other=0.0)
+    s = s.to(tl.float32)
+    square = s * s
+    if NORMALIZE:
+        square = square / tl.load(channel_ptr + sample * (K * P) + column, mask=inside, other=1.0)[None]
+    temperature = tl.load(temperature_ptr + head, mask=head < K, other=0.0).to(tl.float32)
+    logits = tl.sum(square, 2) * temperature[None, :]
+    at = row[:, None] * K + head[None, :]
+    some = here[:, None] & (head[None, :] < K)
+    if SCORED:
+        logits += tl.load(score_ptr + at, mask=some, other=0.0)
+    logits = tl.where(head[None, :] < K, logits, float("-inf"))
+    weight = tl.exp(logits - tl.max(logits, 1)[:, None])
+    tl.store(out_ptr + at, weight / tl.sum(weight, 1)[:, None], mask=some)
+
+
+@triton.jit
+def energy_adjoint_kernel(
+    ds_ptr, s_ptr, x_ptr, channel_ptr, mean_ptr, temperature_ptr, dbias_ptr,
+    n, span, splits,
+    K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    NORMALIZE: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
+    slope = 2.0 * tl.load(temperature_ptr + head, mask=head < K, other=0.0).to(tl.float32)[:, None]
+    mean = tl.zeros((HEADS, WIDTH), tl.float32)
+    if NORMALIZE:
+        slope = slope / tl.load(channel_ptr + sample * (K * P) + column, mask=inside, other=1.0)
+        mean = tl.load(mean_ptr + sample * (K * P) + column, mask=inside, other=0.0)
+    bias = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
+    stop = tl.minimum((split + 1) * span, n)
+    for first in tl.range(split * span, stop, TOKENS, num_stages=STAGES):
+        token = first + tl.arange(0, TOKENS)
+        row = sample * n + token
+        at = row[:, None, None] * (K * P) + column[None]
+        real = (token < stop)[:, None, None] & inside[None]
+        s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
+        some = (token < stop)[:, None] & (head[None, :] < K)
+        x = tl.load(x_ptr + row[:, None] * K + head[None, :], mask=some, other=0.0)[:, :, None]
+        ds = tl.load(ds_ptr + at, mask=real, other=0.0).to(tl.float32) + s * slope * (x - mean[None])
+        ds = ds.to(ds_ptr.dtype.element_ty)
+        tl.store(ds_ptr + at, ds, mask=real)
+        if BIAS:
+            bias += tl.where(real, ds.to(tl.float32), 0.0)
+    if BIAS:
+        tl.store(dbias_ptr + (sample * splits + split) * (K * P) + column, tl.sum(bias, 0), mask=inside)

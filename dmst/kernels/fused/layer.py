@@ -1,0 +1,366 @@
+"""The whole layer from the kernels of this folder and the library's matrix products: forward, and backward in closed form.
+
+    forward     scores, membership | projected = z U | moments, gate | output = update W
+    backward    update, dW_out | G = dout W_out^T | adjoint: dS, dscores | dU | dassign | dz = dS U^T + the scores' part
+
+It keeps what `closed_form` keeps, in memory order (b, n, k, p). In the backward pass one buffer of z's size is G, then dS, then
+dz; beside it live the kept ones and a part of one more: the update first, later a chunk of the last product.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmst import rotary
+from dmst.kernels import plan
+from dmst.kernels.arithmetic import cast
+from dmst.kernels.form import MEMBERSHIP, Form, Weights
+from dmst.kernels.fused.adjoint import adjoint_kernel
+from dmst.kernels.fused.columns import columns_kernel
+from dmst.kernels.fused.core import MODES
+from dmst.kernels.fused.energy import energy_adjoint_kernel, energy_kernel
+from dmst.kernels.fused.gate import GATES
+from dmst.kernels.fused.moments import finish_kernel, moments_kernel
+from dmst.kernels.fused.score import GROUP, ROTARY, score_kernel
+from dmst.kernels.fused.score_adjoint import gate_adjoint_kernel, into_assign_kernel, into_tokens_kernel
+from dmst.kernels.fused.turn import words
+from dmst.kernels.fused.update import update_kernel
+from dmst.kernels.plan import over
+
+F32 = torch.float32
+
+
+class Kept(NamedTuple):
+    """`reference.Steps` in memory order; None where a layer has none."""
+
+    projected: Tensor  # (b, n, k p)
+    membership: Tensor  # (b, n, k)
+    pooled: Tensor | None  # (b, k)
+    gate: Tensor | None  # (b, k)
+    second_moment: Tensor  # (b, k, p)
+    divisor: Tensor  # (b, k)
+    channel: Tensor | None  # (b, k, p), TSSA's energy of each channel
+
+
+def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype) -> tuple[Tensor, Kept]:
+    """The layer on z (b, n, d), with at least one token."""
+    z = z.contiguous()
+    b, n, d = z.shape
+    k = form.num_heads
+    scores = sums = None
+    if weights.assign is not None:
+        scores, sums = _score(z, weights, form, factors)
+    projected = _linear(z.to(dtype), weights.subspace.to(dtype), cast(weights.subspace_bias, dtype))
+    sweep = plan.whole(b, n, k, d // k) or plan.sweep(b, n, k, d // k)
+    membership, channel = _membership(scores, projected, weights, form, sweep)
+    gate = pooled = None
+    if form.gate is not None:
+        gate, pooled = (torch.empty(b, k, device=z.device, dtype=F32) for _ in range(2))
+    weight = (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
+    bias = cast(weights.out_bias, dtype)
+    route = plan.route(b, sweep.splits, form.mode)
+    sums_of_squares = _sums((b, sweep.splits), k, d // k, z.device)
+    update = torch.empty_like(projected) if route != "apart" else None
+    _moments(projected, membership, None, sums, *sums_of_squares, gate, pooled, weights.theta, update, form, sweep, route)
+    if sweep.splits == 1:
+        moment, divisor = (x.squeeze(1) for x in sums_of_squares)
+    else:
+        folded = torch.empty(b, d, d, device=z.device, dtype=dtype) if route == "fold" else None
+        moment, divisor = _finish(*sums_of_squares, sums, gate, pooled, weight, folded, n, form)
+    kept = Kept(projected, membership, pooled, gate, moment, divisor, channel)
+    if route == "fold":
+        assert folded is not None and update is not None
+        out = torch.empty_like(projected)
+        for x, w, y in zip(update, folded, out, strict=True):
+            torch.mm(x, w.mT, out=y) if bias is None else torch.addmm(bias, x, w.mT, out=y)
+        return out, kept
+    if update is None:
+        update = _update(kept, weights, form, sweep)
+    return _linear(update, weight, bias), kept
+
+
+def backward(
+    dout: Tensor,
+    z: Tensor,
+    weights: Weights,
+    form: Form,
+    factors: rotary.Factors | None,
+    dtype: torch.dtype,
+    kept: Kept,
+    wanted: Weights,
+    wants_z: bool,
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """dz, and the gradient of each weight that is wanted."""
+    z, dout = z.contiguous(), dout.to(dtype).contiguous()
+    b, n, d = z.shape
+    k, p = form.num_heads, d // form.num_heads
+    tokens_in, tokens_out = z.to(dtype).flatten(0, 1), dout.flatten(0, 1)
+    sweep = plan.sweep(b, n, k, p)
+    grads: dict[str, Tensor] = {}
+    weight_out = (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
+
+    tied = wanted.subspace and weights.out is None
+    dweight_out = None
+    if wanted.out or tied:
+        dweight_out = tokens_out.mT @ _update(kept, weights, form, sweep).flatten(0, 1)
+    if wanted.out:
+        grads["out"] = dweight_out  # type: ignore[assignment]
+    if wanted.out_bias:
+        grads["out_bias"] = _column_sums(tokens_out)
+
+    flow = tokens_out @ weight_out  # G, then dS in its place
+    dscores, dgate, dtheta, dbias = _adjoint(flow, kept, weights, form, sweep, bool(wanted.subspace_bias))
+    if form.membership == "energy":
+        dscores = MEMBERSHIP["softmax"].pullback(dscores.mT, None, kept.membership.mT, form).mT.contiguous()
+        dtemperature, dbias = _energy_adjoint(flow, dscores, kept, weights, form, sweep, bool(wanted.subspace_bias))
+        if wanted.temperature:
+            grads["temperature"] = dtemperature
+    elif form.membership != "sigmoid":
+        scale = n if form.token_sparse_rescale else 1
+        value = kept.membership.mT / scale
+        dscores = MEMBERSHIP[form.membership].pullback(dscores.mT * scale, None, value, form).mT.contiguous()
+    if wanted.theta and dtheta is not None:
+        grads["theta"] = dtheta.sum()
+    if wanted.subspace_bias and dbias is not None:
+        grads["subspace_bias"] = dbias.sum((0, 1))
+    if wanted.subspace:
+        grads["subspace"] = flow.mT @ tokens_in
+        if tied:
+            assert dweight_out is not None
+            grads["subspace"] += dweight_out.mT
+
+    weight_in = weights.subspace.to(dtype)
+    if weights.assign is None:
+        return ((flow @ weight_in).view_as(z).to(z.dtype) if wants_z else None), grads
+    dz = _score_adjoint(z, flow, weight_in, dscores, dgate, kept, weights, form, factors, wanted, wants_z, grads)
+    return dz, grads
+
+
+# --- one function a kernel: allocate, launch ------------------------------------------------------------------------
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    flat = x.flatten(0, 1)
+    out = flat @ weight.mT if bias is None else torch.addmm(bias, flat, weight.mT)
+    return out.view(*x.shape[:2], -1)
+
+
+def _column_sums(x: Tensor) -> Tensor:
+    rows, d = x.shape
+    span = max(64, over(rows, 132))
+    splits = over(rows, span)
+    part = torch.empty(splits, d, device=x.device, dtype=F32)
+    columns_kernel[(splits, over(d, 128))](x, part, rows, span, D=d, ROWS=64, COLUMNS=128, STAGES=3, num_warps=4)
+    return part.sum(0)
+
+
+def _sums(rows: tuple[int, ...], k: int, p: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.empty(*rows, k, p, device=device, dtype=F32), torch.empty(*rows, k, device=device, dtype=F32)
+
+
+def _turn_arguments(factors: rotary.Factors | None, unused: Tensor) -> tuple[Any, ...]:
+    return (unused,) * 4 if factors is None else (*factors.far, *factors.near)
+
+
+def _score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None) -> tuple[Tensor, Tensor | None]:
+    b, n, d = z.shape
+    k, tile = form.num_heads, plan.score(n, d)
+    assert weights.assign is not None
+    tiles = over(n, tile.tokens)
+    out = torch.empty(b, n, k, device=z.device, dtype=F32)
+    sums = torch.empty(b, tiles, k, device=z.device, dtype=F32) if form.gate is not None else None
+    tokens, token_kind = words(z)
+    assign, assign_kind = words(weights.assign.contiguous())
+    score_kernel[(b, tiles, over(k, GROUP))](
+        tokens, assign, weights.assign_bias, *_turn_arguments(factors, z), out, sums,
+        n, 1 if factors is None else factors.step, tiles,
+        D=d, K=k, TOKENS=tile.tokens, CHANNELS=tile.channels, Z=token_kind, ASSIGN=assign_kind,
+        ROTARY=0 if factors is None else ROTARY[form.rotary], BIAS=weights.assign_bias is not None,
+        SIGMOID=form.membership == "sigmoid", SUMS=sums is not None, num_warps=tile.warps,
+    )  # fmt: skip
+    return out, sums
+
+
+def _membership(
+    scores: Tensor | None, projected: Tensor, weights: Weights, form: Form, sweep: plan.Sweep
+) -> tuple[Tensor, Tensor | None]:
+    """pi (b, n, k), and for TSSA the energy of each channel."""
+    if form.membership == "sigmoid":
+        assert scores is not None
+        return scores, None
+    if form.membership != "energy":
+        assert scores is not None
+        value = MEMBERSHIP[form.membership].value(scores.mT, form).mT.contiguous()
+        return (value * value.shape[1] if form.token_sparse_rescale else value), None
+    b, n, d = projected.shape
+    k, p = form.num_heads, d // form.num_heads
+    channel = None
+    if form.normalize_tokens:
+        energy, mass = _sums((b, sweep.splits), k, p, projected.device)
+        _moments(projected, None, None, None, energy, mass, None, None, None, None, form, sweep, None)
+        channel = energy.sum(1).clamp_(min=1e-24)
+    out = torch.empty(b, n, k, device=projected.device, dtype=F32)
+    heads, width = plan.power_of_two(k), plan.power_of_two(p)
+    tokens = max(1, min(16, 4096 // (heads * width)))
+    energy_kernel[(b, over(n, tokens))](
+        projected, channel, weights.temperature, scores, out, n,
+        K=k, P=p, HEADS=heads, WIDTH=width, TOKENS=tokens, NORMALIZE=channel is not None, SCORED=scores is not None,
+    )  # fmt: skip
+    return out, channel
+
+
+def _moments(
+    projected: Tensor, weight: Tensor | None, channel: Tensor | None, sums: Tensor | None, energy: Tensor, mass: Tensor,
+    gate: Tensor | None, pooled: Tensor | None, theta: Tensor | None, update: Tensor | None, form: Form, sweep: plan.Sweep,
+    route: str | None,
+) -> None:  # fmt: skip
+    """Without a route: the sums alone, for TSSA's energies."""
+    b, n, d = projected.shape
+    k = form.num_heads
+    moments_kernel[(b, sweep.splits, over(k, sweep.heads))](
+        projected, weight, channel, sums, theta, energy, mass, gate, pooled, update,
+        n, sweep.span, sweep.splits, 0 if sums is None else sums.shape[1], form.gate_scale, form.delta, form.sign,
+        K=k, P=d // k, ALL=plan.power_of_two(k), HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+        UNIFORM=weight is None or (form.uniform_moment and channel is None), NORMALIZE=channel is not None,
+        FINISH=route is not None and sweep.splits == 1, DELTA=bool(form.delta),
+        GATE=GATES[form.gate] if route is not None else 0, ACTIVE=form.max_active_heads or 0,
+        UPDATE=route == "along", WEIGHTED=route == "fold", MODE=MODES[form.mode], STAGES=sweep.stages, num_warps=sweep.warps,
+    )  # fmt: skip
+
+
+def _finish(
+    energy: Tensor, mass: Tensor, sums: Tensor | None, gate: Tensor | None, pooled: Tensor | None, weight: Tensor,
+    folded: Tensor | None, n: int, form: Form,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    b, splits, k, p = energy.shape
+    moment, divisor = _sums((b,), k, p, energy.device)
+    finish_kernel[(b, k)](
+        energy, mass, sums, moment, divisor, gate, pooled, weight, folded,
+        n, splits, 0 if sums is None else sums.shape[1], form.gate_scale, form.delta, form.sign, *weight.stride(),
+        D=k * p, K=k, P=p, ALL=plan.power_of_two(k), WIDTH=plan.power_of_two(p), ROWS=64,
+        UNIFORM=form.uniform_moment, DELTA=bool(form.delta), GATE=GATES[form.gate],
+        ACTIVE=form.max_active_heads or 0, FOLD=folded is not None, MODE=MODES[form.mode], num_warps=8,
+    )  # fmt: skip
+    return moment, divisor
+
+
+def _update(kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep) -> Tensor:
+    b, n, d = kept.projected.shape
+    k = form.num_heads
+    out = torch.empty_like(kept.projected)
+    update_kernel[(b, sweep.splits, over(k, sweep.heads))](
+        kept.projected, kept.membership, kept.second_moment, kept.gate, weights.theta, out,
+        n, sweep.span, form.sign,
+        K=k, P=d // k, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+        MODE=MODES[form.mode], GATED=kept.gate is not None, STAGES=sweep.stages, num_warps=sweep.warps,
+    )  # fmt: skip
+    return out
+
+
+def _adjoint(
+    flow: Tensor, kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, wants_bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """dS over G, and the gradients of scores (or membership), gate, theta (b, k), and of the bias (b, splits, k, p)."""
+    b, n, d = kept.projected.shape
+    k, p = form.num_heads, d // form.num_heads
+    new: dict[str, Any] = {"device": flow.device, "dtype": F32}
+    dscores = torch.empty(b, n, k, **new)
+    dgate = torch.empty(b, k, **new) if kept.gate is not None else None
+    dtheta = torch.empty(b, k, **new) if form.mode == "proximal" else None
+    part = torch.empty(b, sweep.splits, k, p, **new) if sweep.splits > 1 else None
+    late = form.membership == "energy"  # there the bias is summed in the next pass
+    dbias = torch.empty(b, sweep.splits, k, p, **new) if wants_bias and not late else None
+    for phase in ((True, True),) if part is None else ((True, False), (False, True)):
+        adjoint_kernel[(b, sweep.splits, over(k, sweep.heads))](
+            flow, kept.projected, kept.membership, kept.second_moment, kept.gate, kept.divisor, weights.theta,
+            part, dscores, dgate, dtheta, dbias,
+            n, sweep.span, sweep.splits, form.sign,
+            K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+            MODE=MODES[form.mode], GATED=kept.gate is not None, UNIFORM=form.uniform_moment,
+            SIGMOID=form.membership == "sigmoid", SUM=phase[0], PULL=phase[1], BIAS=dbias is not None,
+            STAGES=sweep.stages, num_warps=sweep.warps,
+        )  # fmt: skip
+    return dscores, dgate, dtheta, dbias
+
+
+def _energy_adjoint(
+    flow: Tensor, dlogits: Tensor, kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, wants_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Adds to dS what the energies ask of it; the gradients of the temperature (k, 1) and of the bias."""
+    b, n, d = kept.projected.shape
+    k, p = form.num_heads, d // form.num_heads
+    part, mass = _sums((b, sweep.splits), k, p, flow.device)
+    _moments(kept.projected, dlogits, kept.channel, None, part, mass, None, None, None, None, form, sweep, None)
+    mean = part.sum(1)  # (b, k, p): sum_n dlogits s^2 / E
+    dtemperature = mean.sum((0, 2)).unsqueeze(-1)
+    if kept.channel is not None:  # at the floor the divisor is a constant
+        mean = torch.where(kept.channel > 1e-24, mean, 0)
+    dbias = torch.empty(b, sweep.splits, k, p, device=flow.device, dtype=F32) if wants_bias else None
+    energy_adjoint_kernel[(b, sweep.splits, over(k, sweep.heads))](
+        flow, kept.projected, dlogits, kept.channel, mean, weights.temperature, dbias,
+        n, sweep.span, sweep.splits,
+        K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+        NORMALIZE=kept.channel is not None, BIAS=dbias is not None, STAGES=sweep.stages, num_warps=sweep.warps,
+    )  # fmt: skip
+    return dtemperature, dbias
+
+
+def _score_adjoint(
+    z: Tensor, flow: Tensor, weight_in: Tensor, dscores: Tensor, dgate: Tensor | None, kept: Kept, weights: Weights,
+    form: Form, factors: rotary.Factors | None, wanted: Weights, wants_z: bool, grads: dict[str, Tensor],
+) -> Tensor | None:  # fmt: skip
+    """dz = dS U^T + what the scores ask, written over dS where it has its dtype; and the gradients of `assign`."""
+    b, n, d = z.shape
+    k = form.num_heads
+    assert weights.assign is not None
+    new: dict[str, Any] = {"device": z.device, "dtype": F32}
+    common: dict[str, Any] = {
+        "D": d, "K": k, "HEADS": max(16, plan.power_of_two(k)), "ROTARY": 0 if factors is None else ROTARY[form.rotary],
+        "GATED": dgate is not None, "PRECISION": "ieee" if z.dtype == F32 else "tf32",
+    }  # fmt: skip
+    turn, step = _turn_arguments(factors, z), 1 if factors is None else factors.step
+    dpooled = None
+    if dgate is not None:
+        dpooled = torch.empty_like(dgate)
+        gate_adjoint_kernel[(b,)](
+            dgate, kept.pooled, dpooled, n, form.gate_scale,
+            K=k, ALL=plan.power_of_two(k), GATE=GATES[form.gate], ACTIVE=form.max_active_heads or 0, num_warps=1,
+        )  # fmt: skip
+    if wanted.assign or wanted.assign_bias:
+        tile = plan.into_assign(d)
+        tiles = over(n, tile.tokens)
+        run = over(b * tiles, plan.ASSIGN_PROGRAMS)
+        programs = over(b * tiles, run)
+        part = torch.empty(programs, k, d, **new)
+        part_bias = torch.empty(programs, k, **new) if wanted.assign_bias else None
+        tokens, token_kind = words(z) if factors is not None else (z, 0)
+        into_assign_kernel[(programs, over(d, tile.channels))](
+            tokens, dscores, dpooled, *turn, part, part_bias, n, step, tiles, run, b * tiles,
+            TOKENS=tile.tokens, CHANNELS=tile.channels, Z=token_kind, BIAS=part_bias is not None,
+            num_warps=tile.warps, **common,
+        )  # fmt: skip
+        if wanted.assign:
+            grads["assign"] = part.sum(0)
+        if part_bias is not None:
+            grads["assign_bias"] = part_bias.sum(0)
+    if not wants_z:
+        return None
+    dz = flow.view_as(z) if flow.dtype == z.dtype else torch.empty_like(z)
+    tile = plan.into_tokens(d)
+    tiles = over(n, tile.tokens)
+    assign, assign_kind = weights.assign.contiguous(), 0
+    if factors is not None:
+        assign, assign_kind = words(assign)
+    per_chunk = plan.chunk(b * tiles)
+    for first in range(0, b * tiles, per_chunk):
+        last = min(first + per_chunk, b * tiles)
+        start, stop = (index // tiles * n + min(index % tiles * tile.tokens, n) for index in (first, last))
+        product = flow[start:stop] @ weight_in
+        into_tokens_kernel[(last - first, over(d, tile.channels))](
+            assign, dscores, dpooled, product, *turn, dz, n, step, tiles, first, start,
+            TOKENS=tile.tokens, CHANNELS=tile.channels, ASSIGN=assign_kind, num_warps=tile.warps, **common,
+        )  # fmt: skip
+    return dz

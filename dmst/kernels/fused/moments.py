@@ -1,0 +1,158 @@
+"""Second moments of the projected tokens, by membership, in one sweep over them; and what comes next while they are at hand.
+
+    energy_ki = sum_n pi_nk s_nki^2        mass_k = sum_n pi_nk        T = energy/(mass + delta)     (uniform: pi = 1, mass = n)
+    whole sample:  update = f s            a second sweep, which finds its tokens in the cache
+    split sample:  weighted = pi s         and `finish` makes W_b = W diag(c_b), so that weighted W_b is update W
+
+A sample's tokens are split over programs where there are few samples; each leaves one row of partial sums, and `finish` adds
+them in order. A sample that is not split is finished at once. `finish` also opens the gate from the sums of the scores.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dmst.kernels.fused.core import PROXIMAL, attenuation, factor, head_block, weigh
+from dmst.kernels.fused.gate import activate
+
+
+@triton.jit
+def _divisor(mass, n, delta, UNIFORM: tl.constexpr, DELTA: tl.constexpr):
+    if UNIFORM:
+        return tl.zeros_like(mass) + tl.maximum(n * 1.0, 1.0)
+    if DELTA:
+        return mass + delta
+    return tl.where(mass > 0, mass, tl.where(mass != mass, mass, 1.0))
+
+
+@triton.jit
+def _open_gate(
+    sum_ptr, sample, n, tiles, scale,
+    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr,
+):  # fmt: skip
+    """The pooled scores and the gate (ALL) of one sample."""
+    head = tl.arange(0, ALL)
+    total = tl.zeros((16, ALL), tl.float32)
+    for first in range(0, tiles, 16):
+        tile = first + tl.arange(0, 16)
+        real = (tile[:, None] < tiles) & (head[None, :] < K)
+        total += tl.load(sum_ptr + (sample * tiles + tile[:, None]) * K + head[None, :], mask=real, other=0.0)
+    pooled = tl.sum(total, 0) / tl.maximum(n * 1.0, 1.0)
+    return pooled, scale * activate(pooled, head, K, GATE, ACTIVE)
+
+
+@triton.jit
+def _pick(values, head, ALL: tl.constexpr):
+    """values[head], for values (ALL)."""
+    return tl.sum(tl.where(tl.arange(0, ALL)[None, :] == head[:, None], values[None, :], 0.0), 1)
+
+
+@triton.jit
+def moments_kernel(
+    s_ptr, weight_ptr, channel_ptr, sum_ptr, theta_ptr, energy_ptr, mass_ptr, gate_ptr, pooled_ptr, update_ptr,
+    n, span, splits, tiles, scale, delta, sign,
+    K: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    UNIFORM: tl.constexpr, NORMALIZE: tl.constexpr, FINISH: tl.constexpr, DELTA: tl.constexpr, GATE: tl.constexpr,
+    ACTIVE: tl.constexpr, UPDATE: tl.constexpr, WEIGHTED: tl.constexpr, MODE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`NORMALIZE` divides each square by channel_ki first. With `FINISH` energy and mass become T and its divisor."""
+    sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
+    energy = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
+    mass = tl.zeros((TOKENS, HEADS), tl.float32)
+    if NORMALIZE:
+        channel = tl.load(channel_ptr + sample * (K * P) + column, mask=inside, other=1.0)
+    stop = tl.minimum((split + 1) * span, n)
+    for first in tl.range(split * span, stop, TOKENS, num_stages=STAGES):
+        token = first + tl.arange(0, TOKENS)
+        here = token < stop
+        row = sample * n + token
+        place = row[:, None, None] * (K * P) + column[None]
+        real = here[:, None, None] & inside[None]
+        s = tl.load(s_ptr + place, mask=real, other=0.0).to(tl.float32)
+        square = s * s / channel[None] if NORMALIZE else s * s
+        if not UNIFORM or WEIGHTED:
+            some = here[:, None] & (head[None, :] < K)
+            weight = tl.load(weight_ptr + row[:, None] * K + head[None, :], mask=some, other=0.0)
+        if UNIFORM:
+            energy += square
+        else:
+            energy += square * weight[:, :, None]
+            mass += weight
+        if WEIGHTED:
+            tl.store(update_ptr + place, (weight[:, :, None] * s).to(update_ptr.dtype.element_ty), mask=real)
+    total, whole = tl.sum(energy, 0), tl.sum(mass, 0)
+    if FINISH:
+        divisor = _divisor(whole, n, delta, UNIFORM, DELTA)
+        total, whole = total / divisor[:, None], divisor
+        if GATE:
+            pooled, gates = _open_gate(sum_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE)
+            if tl.program_id(2) == 0:
+                every = tl.arange(0, ALL)
+                tl.store(pooled_ptr + sample * K + every, pooled, mask=every < K)
+                tl.store(gate_ptr + sample * K + every, gates, mask=every < K)
+    at = sample * splits + split
+    tl.store(energy_ptr + at * (K * P) + column, total, mask=inside)
+    tl.store(mass_ptr + at * K + head, whole, mask=head < K)
+    if UPDATE:
+        gate = _pick(gates, head, ALL)[:, None] if GATE else tl.full((HEADS, 1), 1.0, tl.float32)
+        theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
+        c = factor(attenuation(total, gate), gate, theta, sign, MODE)
+        for first in tl.range(0, stop, TOKENS, num_stages=STAGES):
+            token = first + tl.arange(0, TOKENS)
+            here = token < stop
+            row = sample * n + token
+            place = row[:, None, None] * (K * P) + column[None]
+            real = here[:, None, None] & inside[None]
+            s = tl.load(s_ptr + place, mask=real, other=0.0).to(tl.float32)
+            some = here[:, None] & (head[None, :] < K)
+            weight = tl.load(weight_ptr + row[:, None] * K + head[None, :], mask=some, other=0.0)
+            update = weigh(weight[:, :, None], c[None], MODE) * s
+            tl.store(update_ptr + place, update.to(update_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def finish_kernel(
+    energy_ptr, mass_ptr, sum_ptr, moment_ptr, divisor_ptr, gate_ptr, pooled_ptr, weight_ptr, folded_ptr,
+    n, splits, tiles, scale, delta, sign, weight_row, weight_column,
+    D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    UNIFORM: tl.constexpr, DELTA: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, FOLD: tl.constexpr,
+    MODE: tl.constexpr,
+):  # fmt: skip
+    """One head of one sample: partial sums to T and its divisor, and with `FOLD` its columns of W_b (samples, D, K P)."""
+    sample, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    channel = tl.arange(0, WIDTH)
+    inside = channel < P
+    energy = tl.zeros((ROWS, WIDTH), tl.float32)
+    mass = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, splits, ROWS):
+        part = first + tl.arange(0, ROWS)
+        at = sample * splits + part
+        real = part < splits
+        energy += tl.load(
+            energy_ptr + (at[:, None] * K + which) * P + channel[None, :], mask=real[:, None] & inside[None, :], other=0.0
+        )
+        mass += tl.load(mass_ptr + at * K + which, mask=real, other=0.0)
+    divisor = _divisor(tl.sum(mass, 0), n, delta, UNIFORM, DELTA)
+    moment = tl.sum(energy, 0) / divisor
+    tl.store(moment_ptr + (sample * K + which) * P + channel, moment, mask=inside)
+    tl.store(divisor_ptr + sample * K + which, divisor)
+    if GATE:
+        pooled, gates = _open_gate(sum_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE)
+        if which == 0:
+            every = tl.arange(0, ALL)
+            tl.store(pooled_ptr + sample * K + every, pooled, mask=every < K)
+            tl.store(gate_ptr + sample * K + every, gates, mask=every < K)
+        gate = tl.sum(tl.where(tl.arange(0, ALL) == which, gates, 0.0), 0)
+    else:
+        gate = 1.0
+    if FOLD:
+        c = factor(attenuation(moment, gate), gate, 1.0, sign, MODE)
+        for first in range(0, D, ROWS):
+            row = first + tl.arange(0, ROWS)
+            real = (row[:, None] < D) & inside[None, :]
+            column = which * P + channel[None, :]
+            w = tl.load(weight_ptr + row[:, None] * weight_row + column * weight_column, mask=real, other=0.0).to(tl.float32)
+            at = (sample * D + row[:, None]) * (K * P) + column
+            tl.store(folded_ptr + at, (w * c[None, :]).to(folded_ptr.dtype.element_ty), mask=real)

@@ -1,0 +1,33 @@
+"""The update itself, one sweep: update_nki = f(pi_nk, c_ki) s_nki, with f and c of `core`. In the dtype of s."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dmst.kernels.fused.core import PROXIMAL, attenuation, factor, gate_of_heads, head_block, weigh
+
+
+@triton.jit
+def update_kernel(
+    s_ptr, membership_ptr, moment_ptr, gate_ptr, theta_ptr, out_ptr,
+    n, span, sign,
+    K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    MODE: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
+    gate = gate_of_heads(gate_ptr, sample, head, K, GATED)[:, None]
+    a = attenuation(tl.load(moment_ptr + sample * (K * P) + column, mask=inside, other=0.0), gate)
+    theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
+    c = factor(a, gate, theta, sign, MODE)
+    stop = tl.minimum((split + 1) * span, n)
+    for first in tl.range(split * span, stop, TOKENS, num_stages=STAGES):
+        token = first + tl.arange(0, TOKENS)
+        here = token < stop
+        row = sample * n + token
+        at = row[:, None, None] * (K * P) + column[None]
+        real = here[:, None, None] & inside[None]
+        s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
+        pi = tl.load(membership_ptr + row[:, None] * K + head[None, :], mask=here[:, None] & (head[None, :] < K), other=0.0)
+        tl.store(out_ptr + at, (weigh(pi[:, :, None], c[None], MODE) * s).to(out_ptr.dtype.element_ty), mask=real)

@@ -1,0 +1,88 @@
+"""How the fused layer is cut into programs: a function of the shape alone, so that equal shapes give equal bits.
+
+Measured on one H200 (results/h200, docs/kernels.md). Nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+STEP = 16  # tokens in one rotary step
+PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
+ASSIGN_PROGRAMS = 132  # rows of partial sums for the gradient of `assign`
+CHUNKS = 2  # the last products of the backward pass, so that the buffer between them stays small
+FOLDED = 4  # samples at most, each with an output product of its own
+WIDEST = 128  # of one head
+MOST_HEADS = 64
+
+
+class Sweep(NamedTuple):
+    """A pass over (tokens, heads, channels) of each sample."""
+
+    heads: int  # a program
+    width: int  # p, padded
+    tokens: int  # a step of its loop
+    splits: int  # programs along the tokens of one sample
+    span: int  # tokens of one of them
+    warps: int
+    stages: int
+
+
+def over(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return (a + b - 1) // b
+
+
+def power_of_two(x: int) -> int:
+    return 1 << max(x - 1, 0).bit_length()
+
+
+def sweep(b: int, n: int, k: int, p: int) -> Sweep:
+    width = power_of_two(p)
+    heads = max(1, min(power_of_two(k), 256 // width))
+    tokens = max(1, min(power_of_two(n), 2048 // (heads * width)))
+    splits = max(1, min(over(PROGRAMS, b * over(k, heads)), over(n, max(tokens, 64))))
+    span = over(over(n, splits), tokens) * tokens
+    return Sweep(heads, width, tokens, over(n, span), span, warps=4, stages=3)
+
+
+def whole(b: int, n: int, k: int, p: int) -> Sweep | None:
+    """Each sample in one program for its heads, twice over its tokens; None where there are too few samples for that."""
+    width = power_of_two(p)
+    heads = max(1, min(power_of_two(k), 128 // width))
+    if b * over(k, heads) < PROGRAMS // 2:
+        return None
+    tokens = max(1, min(power_of_two(n), 8192 // (heads * width)))
+    return Sweep(heads, width, tokens, 1, over(n, tokens) * tokens, warps=4, stages=3)
+
+
+class Tile(NamedTuple):
+    """Of tokens and channels, for the kernels of the scores."""
+
+    tokens: int
+    channels: int
+    warps: int
+
+
+def score(n: int, d: int) -> Tile:
+    return Tile(32 if n < 512 else 64, min(64, max(16, power_of_two(d))), 4)
+
+
+def into_tokens(d: int) -> Tile:
+    return Tile(32, min(128, max(32, power_of_two(d))), 4)
+
+
+def into_assign(d: int) -> Tile:
+    return Tile(32, min(64, max(32, power_of_two(d))), 2)
+
+
+def chunk(tiles: int) -> int:
+    """Token tiles that one product of the backward pass serves, so that it is still in the cache when it is added to."""
+    return max(64, over(tiles, CHUNKS))
+
+
+def route(b: int, splits: int, mode: str) -> str:
+    """How the update comes about: `along` the moments in a second sweep, `fold`ed into a weight for each sample, or `apart`."""
+    if splits == 1:
+        return "along"
+    return "fold" if b <= FOLDED and mode != "proximal" else "apart"

@@ -1,0 +1,220 @@
+"""The fused layer as operators that PyTorch knows: `dmst::attend` and `dmst::attend_backward`.
+
+With a fake implementation (shapes only), an autograd formula and a FLOP count each, so that torch.compile takes the layer as
+one node, CUDA graphs record it and counters count it. The form travels as text, the rotary factors as tensors: a traced graph
+computes its own. What does not exist (no gate, no bias) leaves as an empty tensor.
+
+A kernel that does not compile is reported once, by shape, and the plain steps take its place: slower, never different.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dmst import rotary
+from dmst.errors import DmstError
+from dmst.kernels import closed_form, plan, reference
+from dmst.kernels.autocast import without_autocast
+from dmst.kernels.form import Form, Weights
+from dmst.kernels.fused import layer
+from dmst.kernels.fused.layer import Kept
+from dmst.kernels.reference import Steps
+
+W, T, KEPT = len(Weights._fields), 4, len(Kept._fields)
+_INPUTS = ", ".join(
+    ["Tensor z", "Tensor subspace", *(f"Tensor? {name}" for name in Weights._fields[1:])]
+    + [f"Tensor? {name}" for name in ("far_cos", "far_sin", "near_cos", "near_sin")]
+)
+_OPTIONS = "str form, SymInt step, ScalarType dtype"
+
+library = torch.library.Library("dmst", "DEF")
+library.define(f"attend({_INPUTS}, {_OPTIONS}) -> ({', '.join(['Tensor'] * (1 + KEPT))})")
+_KEPT = ", ".join(f"Tensor {name}" for name in Kept._fields)
+library.define(
+    f"attend_backward(Tensor dout, {_INPUTS}, {_KEPT}, bool[] wanted, {_OPTIONS}) -> ({', '.join(['Tensor'] * (1 + W))})"
+)
+
+
+def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
+    """The whole layer on z (b, n, d); the two large projections run in `dtype`."""
+    factors = None
+    if weights.assign is not None:
+        _, n, d = z.shape
+        factors = rotary.factors(form.rotary, d, n, grid, step=plan.STEP, device=z.device, dtype=torch.float32)
+    tables = (None,) * T if factors is None else (*factors.far, *factors.near)
+    step = 0 if factors is None else factors.step
+    return torch.ops.dmst.attend(z, *weights, *tables, form.text, step, dtype)[0]
+
+
+# --- the two operators ----------------------------------------------------------------------------------------------
+
+
+def _forward(z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    weights, factors, form, dtype = _unpack(arguments, z)
+    call = (z, weights, form, factors, dtype)
+    out, kept = _attempt(functools.partial(layer.forward, *call), functools.partial(_plain_forward, *call), z, form, dtype)
+    return out, *(z.new_empty(0, dtype=torch.float32) if value is None else value for value in kept)
+
+
+def _backward(dout: Tensor, z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *inputs, wanted_list, text, step, dtype = arguments
+    weights, factors, form, dtype = _unpack((*inputs[: W + T], text, step, dtype), z)
+    present = [value if value.numel() or not z.numel() else None for value in inputs[W + T :]]
+    kept = Kept(*present)  # type: ignore[arg-type]  # the two tensors of every token are always there
+    wants_z, *rest = wanted_list
+    call = (dout, z, weights, form, factors, dtype, kept, Weights(*rest), wants_z)
+    dz, grads = _attempt(functools.partial(layer.backward, *call), functools.partial(_plain_backward, *call), z, form, dtype)
+    named = ((grads.get(name), weight) for name, weight in zip(Weights._fields, weights, strict=True))
+    return (
+        z.new_empty(0) if dz is None else dz,
+        *(z.new_empty(0) if g is None or w is None else g.to(w.dtype).reshape(w.shape) for g, w in named),
+    )
+
+
+def _unpack(arguments: tuple[Any, ...], z: Tensor) -> tuple[Weights, rotary.Factors | None, Form, torch.dtype]:
+    *tensors, text, step, dtype = arguments
+    far_cos, far_sin, near_cos, near_sin = tensors[W:]
+    factors = None
+    if far_cos is not None:
+        far = rotary.Table(far_cos.contiguous(), far_sin.contiguous())
+        factors = rotary.Factors(far, rotary.Table(near_cos.contiguous(), near_sin.contiguous()), step)
+    return Weights(*tensors[:W]), factors, Form.read(text), dtype
+
+
+_broken: set[tuple] = set()
+
+
+def _attempt(fused: Callable[[], Any], plain: Callable[[], Any], z: Tensor, form: Form, dtype: torch.dtype) -> Any:
+    key = (form, z.shape[-1], z.dtype, dtype, z.device)
+    if not z.numel() or key in _broken:
+        return plain()
+    try:
+        return fused()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the compiler has many ways to fail, and each means the same here
+        _broken.add(key)
+        warnings.warn(
+            f"The fused kernel does not work here for tokens {tuple(z.shape)} in {z.dtype}, {form.num_heads} heads "
+            f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}). "
+            "Using the plain one from now on; `dmst doctor` says more.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return plain()
+
+
+def _grid(z: Tensor, form: Form, factors: rotary.Factors | None) -> tuple[int, int] | None:
+    return (z.shape[1] // max(factors.step, 1), factors.step) if factors is not None and form.rotary == "2d" else None
+
+
+def _plain_forward(
+    z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype
+) -> tuple[Tensor, Kept]:
+    scores = reference.score(z, weights, form, _grid(z, form, factors))
+    steps = reference.take_steps(z, scores, weights, form, dtype)
+    out = reference.project_out(reference.update_of(steps, weights.theta, form), weights, dtype)
+    flat = steps.projected.transpose(1, 2).flatten(2)
+    kept = Kept(flat, steps.membership.mT.contiguous(), steps.pooled, steps.gate, steps.second_moment, steps.divisor, None)
+    return out, kept
+
+
+def _plain_backward(
+    dout: Tensor, z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype,
+    kept: Kept, wanted: Weights, wants_z: bool,
+) -> tuple[Tensor | None, dict[str, Tensor]]:  # fmt: skip
+    projected = kept.projected.unflatten(-1, (form.num_heads, z.shape[-1] // form.num_heads)).transpose(1, 2)
+    steps = Steps(projected, kept.membership.mT, *kept[2:-1])
+    if not z.numel() and form.gate is None:
+        steps = steps._replace(pooled=None, gate=None)
+    grid = _grid(z, form, factors)
+    dz, grads = closed_form.pull_back(z, weights, form, grid, dtype, steps, dout, wanted, wants_z)
+    return dz, {name: grad for name, grad in zip(Weights._fields, grads, strict=True) if grad is not None}
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("attend", _forward, _device)
+    library.impl("attend_backward", _backward, _device)
+
+
+# --- shapes without values ------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("dmst::attend", lib=library)
+def _fake_forward(z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *_, text, _, dtype = arguments
+    form, (b, n, d) = Form.read(text), z.shape
+    k = form.num_heads
+    gated = (b, k) if form.gate is not None else (0,)
+    channel = (b, k, d // k) if form.membership == "energy" and form.normalize_tokens else (0,)
+    new = functools.partial(z.new_empty, dtype=torch.float32)
+    return (
+        z.new_empty(b, n, d, dtype=dtype), z.new_empty(b, n, d, dtype=dtype), new(b, n, k), new(gated), new(gated),
+        new(b, k, d // k), new(b, k), new(channel),
+    )  # fmt: skip
+
+
+@torch.library.register_fake("dmst::attend_backward", lib=library)
+def _fake_backward(dout: Tensor, z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *tensors, wanted, _, _, _ = arguments
+    return tuple(
+        torch.empty_like(value, memory_format=torch.contiguous_format) if asked and value is not None else z.new_empty(0)
+        for asked, value in zip(wanted, (z, *tensors[:W]), strict=True)
+    )
+
+
+# --- derivatives ----------------------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.form, ctx.step, ctx.dtype = inputs
+    _, *kept = output
+    ctx.save_for_backward(*tensors, *kept)
+    ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
+    tensors = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[: 1 + W])
+    nothing = (None,) * (T + 3)
+    if dout is None:
+        return (None,) * (1 + W) + nothing
+    with without_autocast(dout):
+        grads = torch.ops.dmst.attend_backward(dout, *tensors, wanted, ctx.form, ctx.step, ctx.dtype)
+    return (*(grad if asked else None for grad, asked in zip(grads, wanted, strict=True)), *nothing)
+
+
+def _no_second(ctx: Any, *_: Any) -> tuple:
+    raise DmstError(
+        "The fused kernels have no second derivative: take the forward pass that it is asked of inside "
+        'dmst.use_kernels("reference"), which has every order.'
+    )
+
+
+torch.library.register_autograd("dmst::attend", _differentiate, setup_context=_setup, lib=library)
+torch.library.register_autograd(
+    "dmst::attend_backward", _no_second, setup_context=lambda ctx, inputs, output: None, lib=library
+)
+
+
+# --- operations -----------------------------------------------------------------------------------------------------
+
+
+@register_flop_formula(torch.ops.dmst.attend)
+def _flops(z: Any, subspace: Any, subspace_bias: Any, assign: Any, *_: Any, **__: Any) -> int:
+    """Multiplications and additions of the products: 4 n d^2 + 2 n d k a sample."""
+    b, n, d = z
+    return 4 * b * n * d * d + (2 * b * n * d * assign[0] if assign else 0)
+
+
+@register_flop_formula(torch.ops.dmst.attend_backward)
+def _backward_flops(dout: Any, z: Any, subspace: Any, subspace_bias: Any, assign: Any, *_: Any, **__: Any) -> int:
+    return 2 * _flops(z, subspace, subspace_bias, assign)

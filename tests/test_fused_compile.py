@@ -1,0 +1,94 @@
+"""Every fused kernel compiles for the GPUs we name, without one: the interpreter alone forgives what the compiler refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'dmst[kernels]'")
+
+CODE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dmst.kernels.fused import adjoint, columns, energy, moments, score, score_adjoint, update
+
+B, F, I, S = "*bf16", "*fp32", "i32", "fp32"
+BLOCK = dict(K=8, P=48, HEADS=2, WIDTH=64, TOKENS=16)
+ALONG = dict(BLOCK, ALL=8, UNIFORM=False, NORMALIZE=False, FINISH=True, DELTA=True, GATE=1, ACTIVE=0, UPDATE=True,
+             WEIGHTED=False, MODE=0, STAGES=2)
+FOLD = dict(ALONG, FINISH=False, UPDATE=False, WEIGHTED=True)
+SCORE = dict(D=384, K=8, TOKENS=64, CHANNELS=64, Z=1, ASSIGN=1, ROTARY=1, BIAS=False, SIGMOID=True, SUMS=True)
+FINISH = dict(D=384, K=8, P=48, ALL=8, WIDTH=64, ROWS=64, UNIFORM=False, DELTA=True, GATE=1, ACTIVE=0, FOLD=True, MODE=0)
+ADJOINT = dict(BLOCK, MODE=0, GATED=True, UNIFORM=False, SIGMOID=True, SUM=True, PULL=True, BIAS=True, STAGES=2)
+SMALL = dict(D=384, K=8, HEADS=16, TOKENS=64, CHANNELS=64, ROTARY=1, GATED=True, PRECISION="tf32")
+BACK, ASSIGN = dict(SMALL, ASSIGN=1), dict(SMALL, Z=1, BIAS=True)
+UPDATE = dict(BLOCK, MODE=0, GATED=True, STAGES=2)
+ENERGY = dict(BLOCK, HEADS=8, NORMALIZE=True, SCORED=True)
+CASES = {
+    "score": [(score.score_kernel, c) for c in (
+        SCORE, dict(SCORE, K=3, BIAS=True, ASSIGN=0, Z=2), dict(SCORE, Z=0, ROTARY=0, SIGMOID=False))],
+    "moments": [(moments.moments_kernel, c) for c in (
+        ALONG, FOLD, dict(ALONG, GATE=0, MODE=2), dict(ALONG, GATE=4, ACTIVE=2), dict(ALONG, UNIFORM=True, GATE=0, DELTA=False),
+        dict(FOLD, WEIGHTED=False, NORMALIZE=True, GATE=0), dict(ALONG, MODE=1, ACTIVE=2))],
+    "finish": [(moments.finish_kernel, c) for c in (FINISH, dict(FINISH, FOLD=False, GATE=0), dict(FINISH, GATE=2, MODE=1))],
+    "adjoint": [(adjoint.adjoint_kernel, c) for c in (
+        ADJOINT, dict(ADJOINT, PULL=False), dict(ADJOINT, SUM=False, MODE=1), dict(ADJOINT, MODE=2),
+        dict(ADJOINT, UNIFORM=True, GATED=False, SIGMOID=False))],
+    "score_adjoint": [(score_adjoint.into_tokens_kernel, c) for c in (BACK, dict(BACK, ASSIGN=0, ROTARY=0, GATED=False))]
+    + [(score_adjoint.into_assign_kernel, c) for c in (ASSIGN, dict(ASSIGN, Z=0, ROTARY=0, BIAS=False, PRECISION="ieee"))]
+    + [(score_adjoint.gate_adjoint_kernel, dict(K=8, ALL=8, GATE=gate, ACTIVE=2 * (gate == 1))) for gate in (1, 2, 3, 4, 5)],
+    "rest": [(update.update_kernel, UPDATE), (update.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
+             (energy.energy_kernel, ENERGY), (energy.energy_kernel, dict(ENERGY, NORMALIZE=False, SCORED=False)),
+             (energy.energy_adjoint_kernel, dict(BLOCK, NORMALIZE=True, BIAS=True, STAGES=2)),
+             (columns.columns_kernel, dict(D=384, ROWS=32, COLUMNS=128, STAGES=3))],
+}
+LOW = {"z_ptr", "s_ptr", "x_ptr", "assign_ptr", "grad_ptr", "ds_ptr", "update_ptr", "product_ptr", "dz_ptr", "weight_low",
+       "folded_ptr"}
+REALS = {"scale", "delta", "sign"}
+
+
+def kind(kernel, name, constants):
+    if name in REALS:
+        return S
+    if (name, constants.get("Z")) in (("z_ptr", 1), ("z_ptr", 2)) or (name, constants.get("ASSIGN")) == ("assign_ptr", 1):
+        return "*i32"
+    if name in LOW or (name == "out_ptr" and kernel is update.update_kernel) or (
+        name == "weight_ptr" and kernel is moments.finish_kernel
+    ):
+        return B
+    return F if name.endswith("_ptr") or name.endswith(("_cos", "_sin")) else I
+
+
+group, capability = sys.argv[1], int(sys.argv[2])
+for kernel, constants in CASES[group]:
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kind(kernel, name, constants) for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    assert done.asm["cubin"], kernel
+    print(kernel.__name__, len(done.asm["cubin"]))
+"""
+
+
+@pytest.mark.parametrize("capability", [90])
+@pytest.mark.parametrize("group", ["score", "moments", "finish", "adjoint", "score_adjoint", "rest"])
+def test_it_compiles(group: str, capability: int, tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", CODE, group, str(capability)]
+    root = Path(__file__).resolve().parent.parent
+    script = tmp_path / "compile_kernels.py"  # from a file: Triton reads the source of what it compiles
+    script.write_text(CODE)
+    command[1:3] = [str(script)]
+    run = subprocess.run(
+        command, cwd=root, env=environment | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=110
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert len(run.stdout.splitlines()) >= 3
