@@ -16,7 +16,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dmst.kernels.fused import adjoint, columns, energy, moments, score, score_adjoint, update
+from dmst.kernels.fused import adjoint, by_position, columns, energy, moments, score, score_adjoint, update
 
 B, F, I, S = "*bf16", "*fp32", "i32", "fp32"
 BLOCK = dict(K=8, P=48, HEADS=2, WIDTH=64, TOKENS=16)
@@ -28,6 +28,7 @@ FINISH = dict(D=384, K=8, P=48, ALL=8, WIDTH=64, ROWS=64, UNIFORM=False, DELTA=T
 ADJOINT = dict(BLOCK, MODE=0, GATED=True, UNIFORM=False, SIGMOID=True, SUM=True, PULL=True, BIAS=True, STAGES=2)
 SMALL = dict(D=384, K=8, HEADS=16, TOKENS=64, CHANNELS=64, ROTARY=1, GATED=True, PRECISION="tf32")
 BACK, ASSIGN = dict(SMALL, ASSIGN=1), dict(SMALL, Z=1, BIAS=True)
+PLACE = dict(D=384, K=8, HEADS=8, SAMPLES=32, CHANNELS=64)
 UPDATE = dict(BLOCK, MODE=0, GATED=True, STAGES=2)
 ENERGY = dict(BLOCK, HEADS=8, NORMALIZE=True, SCORED=True)
 CASES = {
@@ -43,12 +44,16 @@ CASES = {
     "score_adjoint": [(score_adjoint.into_tokens_kernel, c) for c in (BACK, dict(BACK, ASSIGN=0, ROTARY=0, GATED=False))]
     + [(score_adjoint.into_assign_kernel, c) for c in (ASSIGN, dict(ASSIGN, Z=0, ROTARY=0, BIAS=False, PRECISION="ieee"))]
     + [(score_adjoint.gate_adjoint_kernel, dict(K=8, ALL=8, GATE=gate, ACTIVE=2 * (gate == 1))) for gate in (1, 2, 3, 4, 5)],
+    "by_position": [(by_position.rotated_kernel, dict(D=384, K=8, HEADS=8, PAIRS=64, ASSIGN=1)),
+                    (by_position.position_score_kernel, dict(PLACE, BIAS=True, SIGMOID=True, SUMS=True, STAGES=3)),
+                    (by_position.position_tokens_kernel, dict(PLACE, GATED=True)),
+                    (by_position.position_assign_kernel, dict(PLACE, GATED=True, STAGES=3))],
     "rest": [(update.update_kernel, UPDATE), (update.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
              (energy.energy_kernel, ENERGY), (energy.energy_kernel, dict(ENERGY, NORMALIZE=False, SCORED=False)),
              (energy.energy_adjoint_kernel, dict(BLOCK, NORMALIZE=True, BIAS=True, STAGES=2)),
              (columns.columns_kernel, dict(D=384, ROWS=32, COLUMNS=128, STAGES=3))],
 }
-LOW = {"z_ptr", "s_ptr", "x_ptr", "assign_ptr", "grad_ptr", "ds_ptr", "update_ptr", "product_ptr", "dz_ptr", "weight_low",
+LOW = {"rotated_ptr", "z_ptr", "s_ptr", "x_ptr", "assign_ptr", "grad_ptr", "ds_ptr", "update_ptr", "product_ptr", "dz_ptr",
        "folded_ptr"}
 REALS = {"scale", "delta", "sign"}
 
@@ -58,7 +63,7 @@ def kind(kernel, name, constants):
         return S
     if (name, constants.get("Z")) in (("z_ptr", 1), ("z_ptr", 2)) or (name, constants.get("ASSIGN")) == ("assign_ptr", 1):
         return "*i32"
-    if name in LOW or (name == "out_ptr" and kernel is update.update_kernel) or (
+    if name in LOW or (name == "out_ptr" and kernel in (update.update_kernel, by_position.rotated_kernel)) or (
         name == "weight_ptr" and kernel is moments.finish_kernel
     ):
         return B
@@ -78,7 +83,7 @@ for kernel, constants in CASES[group]:
 
 
 @pytest.mark.parametrize("capability", [90])
-@pytest.mark.parametrize("group", ["score", "moments", "finish", "adjoint", "score_adjoint", "rest"])
+@pytest.mark.parametrize("group", ["score", "moments", "finish", "adjoint", "score_adjoint", "by_position", "rest"])
 def test_it_compiles(group: str, capability: int, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}

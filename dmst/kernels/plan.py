@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 STEP = 16  # tokens in one rotary step
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
 ASSIGN_PROGRAMS = 132  # rows of partial sums for the gradient of `assign`
-CHUNKS = 2  # the last products of the backward pass, so that the buffer between them stays small
 FOLDED = 4  # samples at most, each with an output product of its own
 WIDEST = 128  # of one head
 MOST_HEADS = 64
@@ -56,6 +57,11 @@ def whole(b: int, n: int, k: int, p: int) -> Sweep | None:
     return Sweep(heads, width, tokens, 1, over(n, tokens) * tokens, warps=4, stages=3)
 
 
+def by_position(b: int, k: int, dtype: torch.dtype, turned: bool) -> bool:
+    """Whether to rotate the weights, three numbers a head and position, in place of every sample's tokens."""
+    return turned and dtype == torch.bfloat16 and b >= 8 * max(8, power_of_two(k))
+
+
 class Tile(NamedTuple):
     """Of tokens and channels, for the kernels of the scores."""
 
@@ -76,9 +82,15 @@ def into_assign(d: int) -> Tile:
     return Tile(32, min(64, max(32, power_of_two(d))), 2)
 
 
-def chunk(tiles: int) -> int:
-    """Token tiles that one product of the backward pass serves, so that it is still in the cache when it is added to."""
-    return max(64, over(tiles, CHUNKS))
+def position_score(b: int, d: int) -> Tile:
+    """Here and below `tokens` are those of one position, one a sample."""
+    if b >= 128:
+        return Tile(128, min(64, max(16, power_of_two(d))), 4)
+    return Tile(min(64, max(16, power_of_two(b))), min(128, max(16, power_of_two(d))), 4)
+
+
+def position_adjoint(b: int, d: int) -> Tile:
+    return Tile(min(32, max(16, power_of_two(b))), min(128, max(16, power_of_two(d))), 4)
 
 
 def route(b: int, splits: int, mode: str) -> str:

@@ -3,8 +3,8 @@
     forward     scores, membership | projected = z U | moments, gate | output = update W
     backward    update, dW_out | G = dout W_out^T | adjoint: dS, dscores | dU | dassign | dz = dS U^T + the scores' part
 
-It keeps what `closed_form` keeps, in memory order (b, n, k, p). In the backward pass one buffer of z's size is G, then dS, then
-dz; beside it live the kept ones and a part of one more: the update first, later a chunk of the last product.
+It keeps what `closed_form` keeps, in memory order (b, n, k, p). The backward pass needs room for two more tensors of z's size
+at a time: the update, gone before G, in whose place dS is written, and the last product, which becomes dz in its place.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from dmst.kernels import plan
 from dmst.kernels.arithmetic import cast
 from dmst.kernels.form import MEMBERSHIP, Form, Weights
 from dmst.kernels.fused.adjoint import adjoint_kernel
+from dmst.kernels.fused.by_position import (
+    position_assign_kernel,
+    position_score_kernel,
+    position_tokens_kernel,
+    rotated_kernel,
+)
 from dmst.kernels.fused.columns import columns_kernel
 from dmst.kernels.fused.core import MODES
 from dmst.kernels.fused.energy import energy_adjoint_kernel, energy_kernel
@@ -165,10 +171,46 @@ def _turn_arguments(factors: rotary.Factors | None, unused: Tensor) -> tuple[Any
     return (unused,) * 4 if factors is None else (*factors.far, *factors.near)
 
 
+def _by_position(z: Tensor, form: Form, factors: rotary.Factors | None) -> bool:
+    return plan.by_position(z.shape[0], form.num_heads, z.dtype, factors is not None)
+
+
+def _rotated(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None) -> Tensor:
+    """rot_n^T assign_k in three terms of z's dtype, (n, 3, k padded, d)."""
+    assert weights.assign is not None and factors is not None
+    _, n, d = z.shape
+    heads = max(8, plan.power_of_two(form.num_heads))
+    out = torch.empty(n, 3, heads, d, device=z.device, dtype=z.dtype)
+    assign, assign_kind = words(weights.assign.contiguous())
+    pairs = min(64, plan.power_of_two(d // 2))
+    rotated_kernel[(n, over(d // 2, pairs))](
+        assign, *factors.far, *factors.near, out, factors.step,
+        D=d, K=form.num_heads, HEADS=heads, PAIRS=pairs, ASSIGN=assign_kind, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _position_score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None) -> tuple[Tensor, Tensor | None]:
+    b, n, d = z.shape
+    k = form.num_heads
+    out = torch.empty(b, n, k, device=z.device, dtype=F32)
+    scores = torch.empty_like(out) if form.gate is not None else None
+    tile = plan.position_score(b, d)
+    position_score_kernel[(n, over(b, tile.tokens))](
+        z, _rotated(z, weights, form, factors), weights.assign_bias, out, scores, b, n,
+        D=d, K=k, HEADS=max(8, plan.power_of_two(k)), SAMPLES=tile.tokens, CHANNELS=tile.channels,
+        BIAS=weights.assign_bias is not None, SIGMOID=form.membership == "sigmoid", SUMS=scores is not None,
+        STAGES=3, num_warps=tile.warps,
+    )  # fmt: skip
+    return out, scores
+
+
 def _score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None) -> tuple[Tensor, Tensor | None]:
     b, n, d = z.shape
     k, tile = form.num_heads, plan.score(n, d)
     assert weights.assign is not None
+    if _by_position(z, form, factors):
+        return _position_score(z, weights, form, factors)
     tiles = over(n, tile.tokens)
     out = torch.empty(b, n, k, device=z.device, dtype=F32)
     sums = torch.empty(b, tiles, k, device=z.device, dtype=F32) if form.gate is not None else None
@@ -312,7 +354,7 @@ def _score_adjoint(
     z: Tensor, flow: Tensor, weight_in: Tensor, dscores: Tensor, dgate: Tensor | None, kept: Kept, weights: Weights,
     form: Form, factors: rotary.Factors | None, wanted: Weights, wants_z: bool, grads: dict[str, Tensor],
 ) -> Tensor | None:  # fmt: skip
-    """dz = dS U^T + what the scores ask, written over dS where it has its dtype; and the gradients of `assign`."""
+    """dz = dS U^T + what the scores ask, in place where the product has its dtype; and the gradients of `assign`."""
     b, n, d = z.shape
     k = form.num_heads
     assert weights.assign is not None
@@ -329,6 +371,8 @@ def _score_adjoint(
             dgate, kept.pooled, dpooled, n, form.gate_scale,
             K=k, ALL=plan.power_of_two(k), GATE=GATES[form.gate], ACTIVE=form.max_active_heads or 0, num_warps=1,
         )  # fmt: skip
+    if _by_position(z, form, factors):
+        return _position_adjoint(z, flow, weight_in, dscores, dpooled, weights, form, factors, wanted, wants_z, grads)
     if wanted.assign or wanted.assign_bias:
         tile = plan.into_assign(d)
         tiles = over(n, tile.tokens)
@@ -348,19 +392,45 @@ def _score_adjoint(
             grads["assign_bias"] = part_bias.sum(0)
     if not wants_z:
         return None
-    dz = flow.view_as(z) if flow.dtype == z.dtype else torch.empty_like(z)
+    product = flow @ weight_in
+    dz = product.view_as(z) if product.dtype == z.dtype else torch.empty_like(z)
     tile = plan.into_tokens(d)
     tiles = over(n, tile.tokens)
     assign, assign_kind = weights.assign.contiguous(), 0
     if factors is not None:
         assign, assign_kind = words(assign)
-    per_chunk = plan.chunk(b * tiles)
-    for first in range(0, b * tiles, per_chunk):
-        last = min(first + per_chunk, b * tiles)
-        start, stop = (index // tiles * n + min(index % tiles * tile.tokens, n) for index in (first, last))
-        product = flow[start:stop] @ weight_in
-        into_tokens_kernel[(last - first, over(d, tile.channels))](
-            assign, dscores, dpooled, product, *turn, dz, n, step, tiles, first, start,
-            TOKENS=tile.tokens, CHANNELS=tile.channels, ASSIGN=assign_kind, num_warps=tile.warps, **common,
+    into_tokens_kernel[(b * tiles, over(d, tile.channels))](
+        assign, dscores, dpooled, product, *turn, dz, n, step, tiles,
+        TOKENS=tile.tokens, CHANNELS=tile.channels, ASSIGN=assign_kind, num_warps=tile.warps, **common,
+    )  # fmt: skip
+    return dz
+
+
+def _position_adjoint(
+    z: Tensor, flow: Tensor, weight_in: Tensor, dscores: Tensor, dpooled: Tensor | None, weights: Weights, form: Form,
+    factors: rotary.Factors | None, wanted: Weights, wants_z: bool, grads: dict[str, Tensor],
+) -> Tensor | None:  # fmt: skip
+    """`_score_adjoint` with rotated weights."""
+    assert factors is not None
+    b, n, d = z.shape
+    k = form.num_heads
+    common: dict[str, Any] = {"D": d, "K": k, "HEADS": max(8, plan.power_of_two(k)), "GATED": dpooled is not None}
+    tile = plan.position_adjoint(b, d)
+    if wanted.assign:
+        part = torch.empty(n, k, d, device=z.device, dtype=F32)
+        position_assign_kernel[(n, over(d, tile.channels))](
+            z, dscores, dpooled, *factors.far, *factors.near, part, b, n, factors.step,
+            SAMPLES=tile.tokens, CHANNELS=tile.channels, STAGES=3, num_warps=tile.warps, **common,
         )  # fmt: skip
+        grads["assign"] = part.sum(0)
+    if wanted.assign_bias:
+        grads["assign_bias"] = dscores.sum((0, 1)) + (0 if dpooled is None else n * dpooled.sum(0))
+    if not wants_z:
+        return None
+    product = flow @ weight_in
+    dz = product.view_as(z) if product.dtype == z.dtype else torch.empty_like(z)
+    position_tokens_kernel[(n, over(b, tile.tokens), over(d, tile.channels))](
+        _rotated(z, weights, form, factors), dscores, dpooled, product, dz, b, n,
+        SAMPLES=tile.tokens, CHANNELS=tile.channels, num_warps=tile.warps, **common,
+    )  # fmt: skip
     return dz

@@ -33,9 +33,9 @@ def _open_gate(
 ):  # fmt: skip
     """The pooled scores and the gate (ALL) of one sample."""
     head = tl.arange(0, ALL)
-    total = tl.zeros((16, ALL), tl.float32)
-    for first in range(0, tiles, 16):
-        tile = first + tl.arange(0, 16)
+    total = tl.zeros((64, ALL), tl.float32)
+    for first in range(0, tiles, 64):
+        tile = first + tl.arange(0, 64)
         real = (tile[:, None] < tiles) & (head[None, :] < K)
         total += tl.load(sum_ptr + (sample * tiles + tile[:, None]) * K + head[None, :], mask=real, other=0.0)
     pooled = tl.sum(total, 0) / tl.maximum(n * 1.0, 1.0)

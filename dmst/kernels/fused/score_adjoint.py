@@ -42,7 +42,7 @@ def _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K: tl.constexpr,
 @triton.jit
 def into_tokens_kernel(
     assign_ptr, dscores_ptr, dpooled_ptr, product_ptr, far_cos, far_sin, near_cos, near_sin, dz_ptr,
-    n, step, tiles, first_tile, first_row,
+    n, step, tiles,
     D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
     ASSIGN: tl.constexpr, ROTARY: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -51,14 +51,14 @@ def into_tokens_kernel(
     head = tl.arange(0, HEADS)
     start = tl.program_id(1) * CHANNELS
     channel = start + tl.arange(0, CHANNELS)
-    index = first_tile + tl.program_id(0)
+    index = tl.program_id(0)
     sample, tile = (index // tiles).to(tl.int64), index % tiles
     token = tile * TOKENS + tl.arange(0, TOKENS)
     here = token < n
     row = sample * n + token
     at = row[:, None] * D + channel[None, :]
     full = here[:, None] if EVEN else here[:, None] & (channel[None, :] < D)
-    product = tl.load(product_ptr + at - first_row * D, mask=full, other=0.0, eviction_policy="evict_first")
+    product = tl.load(product_ptr + at, mask=full, other=0.0, eviction_policy="evict_first")
     dscores = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K, GATED)
     if ROTARY:
         pair = start // 2 + tl.arange(0, PAIRS)
