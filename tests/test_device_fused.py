@@ -106,6 +106,24 @@ def test_parity_at_working_sizes(case: tuple, n: int) -> None:
             check(fused(made), made)
 
 
+@pytest.mark.parametrize("case", [*LOW[:3], ("dmsa", {"rotary": "2d"}), ("tssa", {"position_scores": "1d"})], ids=label)
+def test_parity_of_large_batches(case: tuple) -> None:
+    """Scores by position (64 samples of bfloat16), and samples that are not split over programs."""
+    for shape in ((64, 197, 384, 8), (300, 40, 96, 2)):
+        made = there(case, shape, BF16)
+        mine = stored(made, BF16)
+        found = fused(mine, BF16)
+        check(found, made, BF16)
+        agree(fused(mine, BF16), found)
+    made = there(case, (300, 40, 96, 2))
+    check(fused(made), made)
+    shared.check_isolation(stored(there(case, (64, 197, 96, 2), BF16), BF16), BF16)
+
+
+def test_gates_of_large_batches_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared.check_scores(BF16, (64, 197, 384, 8), DEVICE, monkeypatch)
+
+
 @pytest.mark.parametrize("case", [LOW[0], LOW[3]], ids=label)
 def test_parity_where_gates_close(case: tuple) -> None:
     made = there(case, SHAPE, excited=True)

@@ -95,7 +95,7 @@ def test_failed_self_tests_are_problems_and_come_first() -> None:
 def test_a_broken_library_is_found_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, code in {
         "half_of_it": "import sys\nraise RuntimeError('operator half::nms does not exist')",
-        "elsewhere": "raise ImportError('libfoo.so: undefined symbol; see (/home/me/foo/__init__.py)')",
+        "elsewhere": "raise ImportError('/somewhere/lib/libfoo.so: undefined symbol; see (/somewhere/foo/__init__.py)')",
         "dies": "import os\nos._exit(3)",
     }.items():
         (tmp_path / f"{name}.py").write_text(code)
