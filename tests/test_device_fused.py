@@ -17,8 +17,6 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from dmst import kernels, rotary, use_kernels
@@ -42,7 +40,7 @@ DEVICE = "cuda"
 SHAPE = (3, 197, 96, 2)  # b, n, d, k
 WORKING = (4, 197, 384, 8)
 REPEATS = 1000
-HUGE = (2, 1_600_000, 1024, 8)  # 3.3e9 elements: a row of the last chunks begins behind 2^31
+HUGE = (2, 1_600_000, 1024, 8)  # 3.3e9 elements: an address that is counted in 32 bits goes wrong
 LONG = (1, 600_000, 384, 8)
 inductor = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -299,6 +297,8 @@ def attend(made: Layer, z: Tensor | None = None) -> Tensor:
 
 @inductor
 def test_inductor_compiles_one_graph_for_every_length() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend  # it warns where torch is new
+
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
     made = there(LOW[0], SHAPE)
@@ -323,6 +323,8 @@ def test_inductor_compiles_one_graph_for_every_length() -> None:
 @inductor
 def test_reduce_overhead_with_new_inputs() -> None:
     """CUDA graphs by the compiler, forward and backward: every replay computes from what it is given."""
+    from torch._dynamo.utils import counters
+
     torch._dynamo.reset()
     counters.clear()
     made = there(LOW[0], SHAPE)
@@ -354,7 +356,7 @@ def record(made: Layer, warm: bool) -> tuple[Any, Callable[[], dict[str, Tensor 
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="global" if warm else "relaxed"):  # cold, a kernel may still be loaded
         results = step()
     return graph, lambda: results
 
@@ -374,12 +376,11 @@ def test_a_cuda_graph_with_new_inputs(case: tuple) -> None:
         agree(results(), right, bar=5e-6)
 
 
-@pytest.mark.parametrize("n", [4229, 261])  # the first needs longer rotary tables than any before, the second does not
-def test_the_first_call_of_a_shape_inside_a_capture(n: int) -> None:
+@pytest.mark.parametrize(("known", "n"), [(197, 261), (953, 1093)])  # the last needs longer rotary tables than were made
+def test_the_first_call_of_a_shape_inside_a_capture(known: int, n: int) -> None:
     """What is recorded has no values before it is replayed: an eager call afterwards must not find it in a cache."""
-    fused(there(LOW[0], (1, 197, 96, 2)))  # the kernels are loaded; nothing of the other length is known
     rotary._STEPS.clear()
-    fused(there(LOW[0], (1, 197, 96, 2)))
+    fused(there(LOW[0], (1, known, 96, 2)))  # the kernels are loaded; nothing of the other length is known
     made = there(LOW[0], (1, n, 96, 2))
     graph, results = record(made, warm=False)
     eager = fused(made)  # before the graph has ever run

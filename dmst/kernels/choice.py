@@ -32,7 +32,7 @@ from dmst.kernels import closed_form, plan, reference, silent
 from dmst.kernels.form import Form, Weights
 
 CHOICES = ("auto", "reference", "fused")
-OLDEST_TRITON = (3, 2)
+OLDEST_TRITON = (3, 6)
 OLDEST_DEVICE = (8, 0)  # bfloat16 and TF32 in the tensor cores
 
 # What "auto" does on a CUDA device, by dtype: measured on one H200 (results/h200/operators.json, docs/kernels.md).
@@ -45,16 +45,22 @@ class use_kernels:
     """Choose the kernels: `use_kernels("fused")` from here on, `with use_kernels("fused"):` inside only."""
 
     def __init__(self, choice: str) -> None:
-        global _chosen
-        choose("kernels", choice, CHOICES)
-        self.before, _chosen = _chosen, choice
+        self.choice = choose("kernels", choice, CHOICES)
+        self.before = _set(choice)
 
     def __enter__(self) -> None:
-        return None
+        if _chosen != self.choice:  # the same object, entered again
+            self.before = _set(self.choice)
 
     def __exit__(self, *_: object) -> None:
-        global _chosen
-        _chosen = self.before
+        _set(self.before)
+
+
+def _set(choice: str) -> str:
+    """Set the choice; the one before."""
+    global _chosen
+    before, _chosen = _chosen, choice
+    return before
 
 
 class Verdict(NamedTuple):

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dmst import rotary
 from dmst.errors import DmstError
 from dmst.kernels import closed_form, plan, reference
+from dmst.kernels.arithmetic import wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import Form, Weights
 from dmst.kernels.fused import layer
@@ -100,15 +101,16 @@ def _attempt(fused: Callable[[], Any], plain: Callable[[], Any], z: Tensor, form
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the compiler has many ways to fail, and each means the same here
+        result = plain()  # what is wrong with the call itself is raised from here, and blames no kernel
         _broken.add(key)
+        first = (str(error).strip() or "no message").splitlines()[0]
         warnings.warn(
             f"The fused kernel does not work here for tokens {tuple(z.shape)} in {z.dtype}, {form.num_heads} heads "
-            f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}). "
-            "Using the plain one from now on; `dmst doctor` says more.",
+            f"({type(error).__name__}: {first}). Using the plain one from now on; `dmst doctor` says more.",
             RuntimeWarning,
             stacklevel=2,
         )
-        return plain()
+        return result
 
 
 def _grid(z: Tensor, form: Form, factors: rotary.Factors | None) -> tuple[int, int] | None:
@@ -121,8 +123,10 @@ def _plain_forward(
     scores = reference.score(z, weights, form, _grid(z, form, factors))
     steps = reference.take_steps(z, scores, weights, form, dtype)
     out = reference.project_out(reference.update_of(steps, weights.theta, form), weights, dtype)
-    flat = steps.projected.transpose(1, 2).flatten(2)
-    kept = Kept(flat, steps.membership.mT.contiguous(), steps.pooled, steps.gate, steps.second_moment, steps.divisor, None)
+    flat, channel = steps.projected.transpose(1, 2).flatten(2), None
+    if form.membership == "energy" and form.normalize_tokens:
+        channel = reference.channel_energy(wide(steps.projected).square()).squeeze(-2)
+    kept = Kept(flat, steps.membership.mT.contiguous(), steps.pooled, steps.gate, steps.second_moment, steps.divisor, channel)
     return out, kept
 
 
@@ -136,7 +140,8 @@ def _plain_backward(
         steps = steps._replace(pooled=None, gate=None)
     grid = _grid(z, form, factors)
     dz, grads = closed_form.pull_back(z, weights, form, grid, dtype, steps, dout, wanted, wants_z)
-    return dz, {name: grad for name, grad in zip(Weights._fields, grads, strict=True) if grad is not None}
+    named = zip(Weights._fields, grads, wanted, strict=True)
+    return dz if wants_z else None, {name: grad for name, grad, asked in named if grad is not None and asked}
 
 
 for _device in ("CPU", "CUDA"):

@@ -20,7 +20,7 @@ from dmst.kernels.fused.turn import load_pairs, turns
 
 @triton.jit
 def rotated_kernel(
-    assign_ptr, far_cos, far_sin, near_cos, near_sin, out_ptr, step,
+    assign_ptr, far_cos, far_sin, near_cos, near_sin, out_ptr, step, n,
     D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, ASSIGN: tl.constexpr,
 ):  # fmt: skip
     """rot_k(n) in three terms: out (n, 3, HEADS, D), zeros beyond the last head."""
@@ -29,7 +29,8 @@ def rotated_kernel(
     pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     real = (head[:, None] < K) & (pair[None, :] < D // 2)
     even, odd = load_pairs(assign_ptr, head[:, None], pair[None, :], real, ASSIGN, D, False)
-    cos, sin = turns(far_cos, far_sin, near_cos, near_sin, position + tl.zeros((1,), tl.int32), pair, step, D // 2, False)
+    token = position + tl.zeros((1,), tl.int32)
+    cos, sin = turns(far_cos, far_sin, near_cos, near_sin, token, pair, step, n, D // 2, False)
     even, odd = even * cos + odd * sin, odd * cos - even * sin
     x = tl.reshape(tl.join(even, odd), (HEADS, 2 * PAIRS))
     channel = tl.program_id(1) * 2 * PAIRS + tl.arange(0, 2 * PAIRS)
@@ -129,7 +130,8 @@ def position_assign_kernel(
     y = tl.sum(tl.reshape(acc, (2, HEADS, CHANNELS)), 0)
     even, odd = tl.split(tl.reshape(y, (HEADS, CHANNELS // 2, 2)))
     pair = tl.program_id(1) * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)
-    cos, sin = turns(far_cos, far_sin, near_cos, near_sin, position + tl.zeros((1,), tl.int32), pair, step, D // 2, False)
+    token = position + tl.zeros((1,), tl.int32)
+    cos, sin = turns(far_cos, far_sin, near_cos, near_sin, token, pair, step, n, D // 2, False)
     y = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (HEADS, CHANNELS))
     head = tl.arange(0, HEADS)
     real = (head[:, None] < K) & (channel[None, :] < D)

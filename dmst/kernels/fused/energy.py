@@ -15,14 +15,14 @@ from dmst.kernels.fused.core import head_block
 @triton.jit
 def energy_kernel(
     s_ptr, channel_ptr, temperature_ptr, score_ptr, out_ptr,
-    n,
+    n, tiles,
     K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     NORMALIZE: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """HEADS covers every head: the softmax runs over them."""
-    sample = tl.program_id(0).to(tl.int64)
+    sample = (tl.program_id(0) // tiles).to(tl.int64)
     head, column, inside = head_block(HEADS, WIDTH, K, P, 0)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    token = (tl.program_id(0) % tiles) * TOKENS + tl.arange(0, TOKENS)
     here = token < n
     row = sample * n + token
     s = tl.load(s_ptr + row[:, None, None] * (K * P) + column[None], mask=here[:, None, None] & inside[None], other=0.0)

@@ -53,7 +53,7 @@ class Kept(NamedTuple):
 
 def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype) -> tuple[Tensor, Kept]:
     """The layer on z (b, n, d), with at least one token."""
-    z = z.contiguous()
+    z, weights = z.contiguous(), _flat(weights)
     b, n, d = z.shape
     k = form.num_heads
     scores = sums = None
@@ -100,7 +100,7 @@ def backward(
     wants_z: bool,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """dz, and the gradient of each weight that is wanted."""
-    z, dout = z.contiguous(), dout.to(dtype).contiguous()
+    z, dout, weights = z.contiguous(), dout.to(dtype).contiguous(), _flat(weights)
     b, n, d = z.shape
     k, p = form.num_heads, d // form.num_heads
     tokens_in, tokens_out = z.to(dtype).flatten(0, 1), dout.flatten(0, 1)
@@ -148,6 +148,12 @@ def backward(
 # --- one function a kernel: allocate, launch ------------------------------------------------------------------------
 
 
+def _flat(weights: Weights) -> Weights:
+    """The small weights as the kernels read them, one number after the other."""
+    small = ("assign", "assign_bias", "temperature")
+    return weights._replace(**{name: x.contiguous() for name in small if (x := getattr(weights, name)) is not None})
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     flat = x.flatten(0, 1)
     out = flat @ weight.mT if bias is None else torch.addmm(bias, flat, weight.mT)
@@ -181,10 +187,10 @@ def _rotated(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | 
     _, n, d = z.shape
     heads = max(8, plan.power_of_two(form.num_heads))
     out = torch.empty(n, 3, heads, d, device=z.device, dtype=z.dtype)
-    assign, assign_kind = words(weights.assign.contiguous())
+    assign, assign_kind = words(weights.assign)
     pairs = min(64, plan.power_of_two(d // 2))
     rotated_kernel[(n, over(d // 2, pairs))](
-        assign, *factors.far, *factors.near, out, factors.step,
+        assign, *factors.far, *factors.near, out, factors.step, n,
         D=d, K=form.num_heads, HEADS=heads, PAIRS=pairs, ASSIGN=assign_kind, num_warps=4,
     )  # fmt: skip
     return out
@@ -215,7 +221,7 @@ def _score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | No
     out = torch.empty(b, n, k, device=z.device, dtype=F32)
     sums = torch.empty(b, tiles, k, device=z.device, dtype=F32) if form.gate is not None else None
     tokens, token_kind = words(z)
-    assign, assign_kind = words(weights.assign.contiguous())
+    assign, assign_kind = words(weights.assign)
     score_kernel[(b, tiles, over(k, GROUP))](
         tokens, assign, weights.assign_bias, *_turn_arguments(factors, z), out, sums,
         n, 1 if factors is None else factors.step, tiles,
@@ -247,8 +253,8 @@ def _membership(
     out = torch.empty(b, n, k, device=projected.device, dtype=F32)
     heads, width = plan.power_of_two(k), plan.power_of_two(p)
     tokens = max(1, min(16, 4096 // (heads * width)))
-    energy_kernel[(b, over(n, tokens))](
-        projected, channel, weights.temperature, scores, out, n,
+    energy_kernel[(b * over(n, tokens),)](
+        projected, channel, weights.temperature, scores, out, n, over(n, tokens),
         K=k, P=p, HEADS=heads, WIDTH=width, TOKENS=tokens, NORMALIZE=channel is not None, SCORED=scores is not None,
     )  # fmt: skip
     return out, channel
@@ -396,9 +402,7 @@ def _score_adjoint(
     dz = product.view_as(z) if product.dtype == z.dtype else torch.empty_like(z)
     tile = plan.into_tokens(d)
     tiles = over(n, tile.tokens)
-    assign, assign_kind = weights.assign.contiguous(), 0
-    if factors is not None:
-        assign, assign_kind = words(assign)
+    assign, assign_kind = (weights.assign, 0) if factors is None else words(weights.assign)
     into_tokens_kernel[(b * tiles, over(d, tile.channels))](
         assign, dscores, dpooled, product, *turn, dz, n, step, tiles,
         TOKENS=tile.tokens, CHANNELS=tile.channels, ASSIGN=assign_kind, num_warps=tile.warps, **common,

@@ -56,7 +56,7 @@ def score_kernel(
         real = here[:, None] if EVEN else here[:, None] & (2 * pair[None, :] < D)
         even, odd = load_pairs(z_ptr, row[:, None], pair[None, :], real, Z, D, False)
         if ROTARY:
-            cos, sin = turns(far_cos, far_sin, near_cos, near_sin, token, pair, step, D // 2, EVEN)
+            cos, sin = turns(far_cos, far_sin, near_cos, near_sin, token, pair, step, n, D // 2, EVEN)
             even, odd = even * cos - odd * sin, odd * cos + even * sin
         a0 = _add(a0, even, odd, assign_ptr, first_head, pair, D, K, TOKENS, PAIRS, ASSIGN)
         if K > 1:

@@ -62,7 +62,7 @@ def into_tokens_kernel(
     dscores = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K, GATED)
     if ROTARY:
         pair = start // 2 + tl.arange(0, PAIRS)
-        cos, sin = turns(far_cos, far_sin, near_cos, near_sin, token, pair, step, D // 2, EVEN)
+        cos, sin = turns(far_cos, far_sin, near_cos, near_sin, token, pair, step, n, D // 2, EVEN)
         real = (head[:, None] < K) & (2 * pair[None, :] < D)
         w_even, w_odd = load_pairs(assign_ptr, head[:, None], pair[None, :], real, ASSIGN, D, EVEN and K == HEADS)
         even = tl.dot(dscores, w_even, input_precision=PRECISION)
@@ -102,7 +102,7 @@ def into_assign_kernel(
         dscores = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K, GATED)
         across = tl.trans(dscores)
         if ROTARY:
-            cos, sin = turns(far_cos, far_sin, near_cos, near_sin, token, pair, step, D // 2, EVEN)
+            cos, sin = turns(far_cos, far_sin, near_cos, near_sin, token, pair, step, n, D // 2, EVEN)
             real = here[:, None] if EVEN else here[:, None] & (2 * pair[None, :] < D)
             even, odd = load_pairs(z_ptr, row[:, None], pair[None, :], real, Z, D, False)
             dw_even = tl.dot(across, even * cos - odd * sin, dw_even, input_precision=PRECISION)

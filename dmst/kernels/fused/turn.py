@@ -32,8 +32,9 @@ def _value(table, at, real, other, EVEN: tl.constexpr):
 
 
 @triton.jit
-def turns(far_cos, far_sin, near_cos, near_sin, token, pair, step, HALF: tl.constexpr, EVEN: tl.constexpr):
-    """cos and sin (tokens, pairs) of the angle of each token's pair. A token beyond the last has rows of its own tile."""
+def turns(far_cos, far_sin, near_cos, near_sin, token, pair, step, n, HALF: tl.constexpr, EVEN: tl.constexpr):
+    """cos and sin (tokens, pairs) of the angle of each token's pair. Beyond the last token the tables end: it takes the last."""
+    token = tl.minimum(token, n - 1)
     real = pair[None, :] < HALF
     near = (token % step)[:, None] * HALF + pair[None, :]
     far = (token // step)[:, None] * HALF + pair[None, :]
