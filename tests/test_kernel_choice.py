@@ -175,13 +175,13 @@ def found(monkeypatch: pytest.MonkeyPatch, triton: Any) -> None:
 
 
 def old(monkeypatch: pytest.MonkeyPatch) -> str:
-    found(monkeypatch, SimpleNamespace(__version__="3.1.0"))
-    return r"Triton 3\.1\.0 is older than 3\.2"
+    found(monkeypatch, SimpleNamespace(__version__="3.5.1"))
+    return r"Triton 3\.5\.1 is older than 3\.6"
 
 
 def ancient(monkeypatch: pytest.MonkeyPatch) -> str:
     found(monkeypatch, SimpleNamespace(__version__="2.10.1+git123"))
-    return r"Triton 2\.10\.1\+git123 is older than 3\.2"
+    return r"Triton 2\.10\.1\+git123 is older than 3\.6"
 
 
 def broken(monkeypatch: pytest.MonkeyPatch) -> str:

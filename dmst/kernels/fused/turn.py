@@ -33,7 +33,7 @@ def _value(table, at, real, other, EVEN: tl.constexpr):
 
 @triton.jit
 def turns(far_cos, far_sin, near_cos, near_sin, token, pair, step, n, HALF: tl.constexpr, EVEN: tl.constexpr):
-    """cos and sin (tokens, pairs) of the angle of each token's pair. Beyond the last token the tables end: it takes the last."""
+    """cos and sin (tokens, pairs) of the angle of each token's pair. Beyond the last token the tables end: take the last."""
     token = tl.minimum(token, n - 1)
     real = pair[None, :] < HALF
     near = (token % step)[:, None] * HALF + pair[None, :]
