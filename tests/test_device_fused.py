@@ -177,9 +177,9 @@ def test_scores_gate_and_membership_are_float32(dtype: torch.dtype, monkeypatch:
 def test_auto_is_what_the_table_says() -> None:
     form = draw(LOW[0], SHAPE).form
     for dtype, allowed in choice.AUTO.items():
-        assert choice.verdict(torch.device("cuda", 0), dtype, form, 384, "auto").fused is allowed
-        assert choice.verdict(torch.device("cuda", 0), dtype, form, 384, "fused").fused
-    assert not choice.verdict(torch.device("cuda", 0), torch.float64, form, 384, "auto").fused
+        assert choice.verdict(torch.device("cuda", 0), dtype, form, SHAPE[2], "auto").fused is allowed
+        assert choice.verdict(torch.device("cuda", 0), dtype, form, SHAPE[2], "fused").fused
+    assert not choice.verdict(torch.device("cuda", 0), torch.float64, form, SHAPE[2], "auto").fused
 
 
 def test_tokens_and_weights_on_two_devices() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.operators import BEGIN, END, markdown
+from dmst.bench import tables
 from dmst.models import create_model, model_config
 from dmst.models.zoo import LAYERS, SIZES, SMALL
 from dmst.operators import OPERATORS
@@ -118,6 +119,12 @@ def test_the_readme_quotes_the_file_of_measurements() -> None:
     text = (ROOT / "README.md").read_text()
     rows = json.loads((ROOT / "results/cpu/operators.json").read_text())["rows"]
     assert text.partition(BEGIN)[2].partition(END)[0].strip() == markdown(rows).strip()
+
+
+def test_the_readme_quotes_the_gpu_measurements_too() -> None:
+    told = (ROOT / "README.md").read_text().partition(tables.BEGIN)[2].partition(tables.END)[0]
+    rows = json.loads((ROOT / "results/h200/operators.json").read_text())["rows"]
+    assert told.strip() == tables.markdown(rows).strip()
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:

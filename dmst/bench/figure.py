@@ -87,11 +87,15 @@ def draw(rows: list[Row], stem: Path, device: str = "") -> list[Path]:
 
 
 def _panel(axis: Any, rows: list[Row], title: str, label: str, key: str, modes: tuple[str, ...]) -> None:
-    for style in LINES:
-        points = series(rows, style, key, modes)
-        if points:
-            look = {"color": style.colour, "marker": style.marker, "linestyle": style.dash, "label": style.label}
-            axis.plot(*zip(*points, strict=True), markersize=5, linewidth=2 if style.what == "dmsa" else 1.5, **look)
+    lines = [(style, points) for style in LINES if (points := series(rows, style, key, modes))]
+    if not lines:  # an empty frame would look like a result
+        axis.set(title=title)
+        axis.set_axis_off()
+        axis.text(0.5, 0.5, "not measured\nin this run", transform=axis.transAxes, ha="center", va="center", color="#444444")
+        return
+    for style, points in lines:
+        look = {"color": style.colour, "marker": style.marker, "linestyle": style.dash, "label": style.label}
+        axis.plot(*zip(*points, strict=True), markersize=5, linewidth=2 if style.what == "dmsa" else 1.5, **look)
     axis.set(xscale="log", yscale="log", xlabel="tokens", title=title)
     axis.set_ylabel(label)
     ticks = sorted({row["N"] for row in rows})

@@ -90,8 +90,15 @@ def markdown(rows: list[Row]) -> str:
     lines += head
     for mode, shown in README.items():
         lines += _lines(rows, shapes, mode, shown, ("forward_ms", "train_ms"), f", {mode}" if mode != "graph" else "")
-    lines += ["", "Kept for the backward pass / peak of a training step, MiB (and multiples of the floor).", "", *head]
-    lines += _lines(rows, shapes, "eager", ALL, ("kept_mb", "peak_mb"), "")
+    memory = _lines(rows, shapes, "eager", ALL, ("kept_mb", "peak_mb"), "")
+    if memory:  # eager rows only
+        lines += [
+            "",
+            "Kept for the backward pass / peak of a training step, MiB (and multiples of the floor).",
+            "",
+            *head,
+            *memory,
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -53,7 +53,7 @@ class Kept(NamedTuple):
 
 def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype) -> tuple[Tensor, Kept]:
     """The layer on z (b, n, d), with at least one token."""
-    z, weights = z.contiguous(), _flat(weights)
+    z, weights = _aligned(z), _flat(weights)
     b, n, d = z.shape
     k = form.num_heads
     scores = sums = None
@@ -100,7 +100,7 @@ def backward(
     wants_z: bool,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """dz, and the gradient of each weight that is wanted."""
-    z, dout, weights = z.contiguous(), dout.to(dtype).contiguous(), _flat(weights)
+    z, dout, weights = _aligned(z), _aligned(dout.to(dtype)), _flat(weights)
     b, n, d = z.shape
     k, p = form.num_heads, d // form.num_heads
     tokens_in, tokens_out = z.to(dtype).flatten(0, 1), dout.flatten(0, 1)
@@ -146,6 +146,12 @@ def backward(
 
 
 # --- one function a kernel: allocate, launch ------------------------------------------------------------------------
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous, from an address that wide loads can use: with others a kernel is compiled anew and sums in another order."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _flat(weights: Weights) -> Weights:
