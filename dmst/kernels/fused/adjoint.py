@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmst.kernels.fused.core import LISTING, PROXIMAL, attenuation, factor, gate_of_heads, head_block
+from dmst.kernels.fused.core import LISTING, PROXIMAL, attenuation, factor, gate_of_heads, head_block, tile
 
 
 @triton.jit
@@ -39,14 +39,10 @@ def adjoint_kernel(
     if SUM:
         share = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
         for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
-            token = first + tl.arange(0, TOKENS)
-            row = sample * n + token
-            at = row[:, None, None] * (K * P) + column[None]
-            real = (token < stop)[:, None, None] & inside[None]
+            at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
             grad = tl.load(grad_ptr + at, mask=real, other=0.0).to(tl.float32)
             s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
-            some = (token < stop)[:, None] & (head[None, :] < K)
-            pi = tl.load(membership_ptr + row[:, None] * K + head[None, :], mask=some, other=0.0)[:, :, None]
+            pi = tl.load(membership_ptr + place, mask=some, other=0.0)[:, :, None]
             q = grad * s
             if MODE == PROXIMAL:
                 damp = 1.0 + pi * c[None]
@@ -81,14 +77,10 @@ def adjoint_kernel(
                 tl.store(dtheta_ptr + sample * K + head, dtheta, mask=head < K)
         bias = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
         for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
-            token = first + tl.arange(0, TOKENS)
-            row = sample * n + token
-            at = row[:, None, None] * (K * P) + column[None]
-            real = (token < stop)[:, None, None] & inside[None]
+            at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
             grad = tl.load(grad_ptr + at, mask=real, other=0.0).to(tl.float32)
             s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
-            some = (token < stop)[:, None] & (head[None, :] < K)
-            pi = tl.load(membership_ptr + row[:, None] * K + head[None, :], mask=some, other=0.0)
+            pi = tl.load(membership_ptr + place, mask=some, other=0.0)
             if MODE == PROXIMAL:
                 w = pi[:, :, None] * c[None]
                 ds = -grad * w / (1.0 + w)
@@ -107,7 +99,7 @@ def adjoint_kernel(
                 dpi = dpi * pi * (1.0 - pi)
             ds = ds.to(grad_ptr.dtype.element_ty)
             tl.store(grad_ptr + at, ds, mask=real)
-            tl.store(dmembership_ptr + row[:, None] * K + head[None, :], dpi, mask=some)
+            tl.store(dmembership_ptr + place, dpi, mask=some)
             if BIAS:
                 bias += tl.where(real, ds.to(tl.float32), 0.0)
         if BIAS:

@@ -53,3 +53,14 @@ def head_block(HEADS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, P: tl.
     channel = tl.arange(0, WIDTH)
     inside = (heads[:, None] < K) & (channel[None, :] < P)
     return heads, heads[:, None] * P + channel[None, :], inside
+
+
+@triton.jit
+def tile(first, stop, sample, n, head, column, inside, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr):
+    """Where the tokens from `first` lie: in a tensor (b, n, k p) and which are real, in one (b, n, k) and which are."""
+    token = first + tl.arange(0, TOKENS)
+    here = token < stop
+    row = sample * n + token
+    at = row[:, None, None] * (K * P) + column[None]
+    place = row[:, None] * K + head[None, :]
+    return at, here[:, None, None] & inside[None], place, here[:, None] & (head[None, :] < K)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmst.kernels.fused.core import head_block
+from dmst.kernels.fused.core import head_block, tile
 
 
 @triton.jit
@@ -22,23 +22,18 @@ def energy_kernel(
     """HEADS covers every head: the softmax runs over them."""
     sample = (tl.program_id(0) // tiles).to(tl.int64)
     head, column, inside = head_block(HEADS, WIDTH, K, P, 0)
-    token = (tl.program_id(0) % tiles) * TOKENS + tl.arange(0, TOKENS)
-    here = token < n
-    row = sample * n + token
-    s = tl.load(s_ptr + row[:, None, None] * (K * P) + column[None], mask=here[:, None, None] & inside[None], other=0.0)
-    s = s.to(tl.float32)
+    at, real, place, some = tile((tl.program_id(0) % tiles) * TOKENS, n, sample, n, head, column, inside, K, P, TOKENS)
+    s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
     square = s * s
     if NORMALIZE:
         square = square / tl.load(channel_ptr + sample * (K * P) + column, mask=inside, other=1.0)[None]
     temperature = tl.load(temperature_ptr + head, mask=head < K, other=0.0).to(tl.float32)
     logits = tl.sum(square, 2) * temperature[None, :]
-    at = row[:, None] * K + head[None, :]
-    some = here[:, None] & (head[None, :] < K)
     if SCORED:
-        logits += tl.load(score_ptr + at, mask=some, other=0.0)
+        logits += tl.load(score_ptr + place, mask=some, other=0.0)
     logits = tl.where(head[None, :] < K, logits, float("-inf"))
     weight = tl.exp(logits - tl.max(logits, 1)[:, None])
-    tl.store(out_ptr + at, weight / tl.sum(weight, 1)[:, None], mask=some)
+    tl.store(out_ptr + place, weight / tl.sum(weight, 1)[:, None], mask=some)
 
 
 @triton.jit
@@ -58,13 +53,9 @@ def energy_adjoint_kernel(
     bias = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
     stop = tl.minimum((split + 1) * span, n)
     for first in tl.range(split * span, stop, TOKENS, num_stages=STAGES):
-        token = first + tl.arange(0, TOKENS)
-        row = sample * n + token
-        at = row[:, None, None] * (K * P) + column[None]
-        real = (token < stop)[:, None, None] & inside[None]
+        at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
         s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
-        some = (token < stop)[:, None] & (head[None, :] < K)
-        x = tl.load(x_ptr + row[:, None] * K + head[None, :], mask=some, other=0.0)[:, :, None]
+        x = tl.load(x_ptr + place, mask=some, other=0.0)[:, :, None]
         ds = tl.load(ds_ptr + at, mask=real, other=0.0).to(tl.float32) + s * slope * (x - mean[None])
         ds = ds.to(ds_ptr.dtype.element_ty)
         tl.store(ds_ptr + at, ds, mask=real)

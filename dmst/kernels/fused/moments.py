@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmst.kernels.fused.core import PROXIMAL, attenuation, factor, head_block, weigh
+from dmst.kernels.fused.core import PROXIMAL, attenuation, factor, head_block, tile, weigh
 from dmst.kernels.fused.gate import activate
 
 
@@ -35,9 +35,9 @@ def _open_gate(
     head = tl.arange(0, ALL)
     total = tl.zeros((64, ALL), tl.float32)
     for first in range(0, tiles, 64):
-        tile = first + tl.arange(0, 64)
-        real = (tile[:, None] < tiles) & (head[None, :] < K)
-        total += tl.load(sum_ptr + (sample * tiles + tile[:, None]) * K + head[None, :], mask=real, other=0.0)
+        which = first + tl.arange(0, 64)
+        real = (which[:, None] < tiles) & (head[None, :] < K)
+        total += tl.load(sum_ptr + (sample * tiles + which[:, None]) * K + head[None, :], mask=real, other=0.0)
     pooled = tl.sum(total, 0) / tl.maximum(n * 1.0, 1.0)
     return pooled, scale * activate(pooled, head, K, GATE, ACTIVE)
 
@@ -65,23 +65,18 @@ def moments_kernel(
         channel = tl.load(channel_ptr + sample * (K * P) + column, mask=inside, other=1.0)
     stop = tl.minimum((split + 1) * span, n)
     for first in tl.range(split * span, stop, TOKENS, num_stages=STAGES):
-        token = first + tl.arange(0, TOKENS)
-        here = token < stop
-        row = sample * n + token
-        place = row[:, None, None] * (K * P) + column[None]
-        real = here[:, None, None] & inside[None]
-        s = tl.load(s_ptr + place, mask=real, other=0.0).to(tl.float32)
+        at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
+        s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
         square = s * s / channel[None] if NORMALIZE else s * s
         if not UNIFORM or WEIGHTED:
-            some = here[:, None] & (head[None, :] < K)
-            weight = tl.load(weight_ptr + row[:, None] * K + head[None, :], mask=some, other=0.0)
+            weight = tl.load(weight_ptr + place, mask=some, other=0.0)
         if UNIFORM:
             energy += square
         else:
             energy += square * weight[:, :, None]
             mass += weight
         if WEIGHTED:
-            tl.store(update_ptr + place, (weight[:, :, None] * s).to(update_ptr.dtype.element_ty), mask=real)
+            tl.store(update_ptr + at, (weight[:, :, None] * s).to(update_ptr.dtype.element_ty), mask=real)
     total, whole = tl.sum(energy, 0), tl.sum(mass, 0)
     if FINISH:
         divisor = _divisor(whole, n, delta, UNIFORM, DELTA)
@@ -92,24 +87,19 @@ def moments_kernel(
                 every = tl.arange(0, ALL)
                 tl.store(pooled_ptr + sample * K + every, pooled, mask=every < K)
                 tl.store(gate_ptr + sample * K + every, gates, mask=every < K)
-    at = sample * splits + split
-    tl.store(energy_ptr + at * (K * P) + column, total, mask=inside)
-    tl.store(mass_ptr + at * K + head, whole, mask=head < K)
+    part = sample * splits + split
+    tl.store(energy_ptr + part * (K * P) + column, total, mask=inside)
+    tl.store(mass_ptr + part * K + head, whole, mask=head < K)
     if UPDATE:
         gate = _pick(gates, head, ALL)[:, None] if GATE else tl.full((HEADS, 1), 1.0, tl.float32)
         theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
         c = factor(attenuation(total, gate), gate, theta, sign, MODE)
         for first in tl.range(0, stop, TOKENS, num_stages=STAGES):
-            token = first + tl.arange(0, TOKENS)
-            here = token < stop
-            row = sample * n + token
-            place = row[:, None, None] * (K * P) + column[None]
-            real = here[:, None, None] & inside[None]
-            s = tl.load(s_ptr + place, mask=real, other=0.0).to(tl.float32)
-            some = here[:, None] & (head[None, :] < K)
-            weight = tl.load(weight_ptr + row[:, None] * K + head[None, :], mask=some, other=0.0)
+            at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
+            s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
+            weight = tl.load(weight_ptr + place, mask=some, other=0.0)
             update = weigh(weight[:, :, None], c[None], MODE) * s
-            tl.store(update_ptr + place, update.to(update_ptr.dtype.element_ty), mask=real)
+            tl.store(update_ptr + at, update.to(update_ptr.dtype.element_ty), mask=real)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmst.kernels.fused.core import PROXIMAL, attenuation, factor, gate_of_heads, head_block, weigh
+from dmst.kernels.fused.core import PROXIMAL, attenuation, factor, gate_of_heads, head_block, tile, weigh
 
 
 @triton.jit
@@ -23,11 +23,7 @@ def update_kernel(
     c = factor(a, gate, theta, sign, MODE)
     stop = tl.minimum((split + 1) * span, n)
     for first in tl.range(split * span, stop, TOKENS, num_stages=STAGES):
-        token = first + tl.arange(0, TOKENS)
-        here = token < stop
-        row = sample * n + token
-        at = row[:, None, None] * (K * P) + column[None]
-        real = here[:, None, None] & inside[None]
+        at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
         s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
-        pi = tl.load(membership_ptr + row[:, None] * K + head[None, :], mask=here[:, None] & (head[None, :] < K), other=0.0)
+        pi = tl.load(membership_ptr + place, mask=some, other=0.0)
         tl.store(out_ptr + at, (weigh(pi[:, :, None], c[None], MODE) * s).to(out_ptr.dtype.element_ty), mask=real)
