@@ -1,6 +1,7 @@
 """What is asked of a run, and in which order it is done: what decides most comes first, what costs most (compiling) last.
 
-modes graph, eager, compiled > shapes as asked > floor, dmsa, sdpa, then the rest; fused before plain
+what the targets compare, in every mode but compiled > the rest likewise > compiled
+within these: graph, eager > shapes as asked > floor, dmsa, sdpa, then the rest; fused before plain
 """
 
 from __future__ import annotations
@@ -89,4 +90,10 @@ def plan(
             left[f"mode {mode}"] = "it needs a CUDA device"
             continue
         tasks += [Task(mode, at, *entry) for at in (where if mode == "compiled" else shapes) for entry in entries]
-    return tasks, left
+    return sorted(tasks, key=_turn), left  # stable: the order above holds within each turn
+
+
+def _turn(task: Task) -> int:
+    if task.mode == "compiled":
+        return 2
+    return 0 if task.what in FIRST and task.backend != "reference" else 1

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dmst import rotary
+from dmst import rotary, watched
 from dmst.errors import DmstError
 from dmst.kernels import closed_form, plan, reference
 from dmst.kernels.arithmetic import wide
@@ -44,39 +44,93 @@ library.define(
 
 
 def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
-    """The whole layer on z (b, n, d); the two large projections run in `dtype`."""
+    """The whole layer on z (b, n, d); the two large projections run in `dtype`.
+
+    Where nobody is looking, without the operators: going through them costs the host more than the layer's own work.
+    """
     factors = None
     if weights.assign is not None:
         _, n, d = z.shape
         factors = rotary.factors(form.rotary, d, n, grid, step=plan.STEP, device=z.device, dtype=torch.float32)
-    tables = (None,) * T if factors is None else (*factors.far, *factors.near)
-    step = 0 if factors is None else factors.step
-    return torch.ops.dmst.attend(z, *weights, *tables, form.text, step, dtype)[0]
+    if watched.traced() or watched.dispatched():
+        return torch.ops.dmst.attend(z, *weights, *_tables(factors), form.text, _step(factors), dtype)[0]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
+        return _Eager.apply(z, *weights, form, factors, dtype)
+    return _run_forward(z, weights, form, factors, dtype)[0]
+
+
+def _tables(factors: rotary.Factors | None) -> tuple[Tensor | None, ...]:
+    return (None,) * T if factors is None else (*factors.far, *factors.near)
+
+
+def _step(factors: rotary.Factors | None) -> int:
+    return 0 if factors is None else factors.step
+
+
+def _run_forward(
+    z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype
+) -> tuple[Tensor, Kept]:
+    call = (z, weights, form, factors, dtype)
+    return _attempt(functools.partial(layer.forward, *call), functools.partial(_plain_forward, *call), z, form, dtype)
+
+
+def _run_backward(
+    dout: Tensor, z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype, kept: Kept,
+    asked: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dz and the gradient of each weight, None where it is not asked for."""
+    wants_z, *wanted = asked
+    call = (dout, z, weights, form, factors, dtype, kept, Weights(*wanted), wants_z)  # type: ignore[arg-type]
+    dz, grads = _attempt(functools.partial(layer.backward, *call), functools.partial(_plain_backward, *call), z, form, dtype)
+    named = ((grads.get(name), weight) for name, weight in zip(Weights._fields, weights, strict=True))
+    return dz, *(None if g is None or w is None else g.to(w.dtype).reshape(w.shape) for g, w in named)
+
+
+class _Eager(torch.autograd.Function):
+    """The operators' autograd formula, without them."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, *arguments: Any) -> Tensor:
+        *tensors, ctx.form, ctx.factors, ctx.dtype = arguments
+        out, kept = _run_forward(z, Weights(*tensors), ctx.form, ctx.factors, ctx.dtype)
+        ctx.save_for_backward(z, *tensors, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple:
+        z, *rest = ctx.saved_tensors
+        weights, kept, asked = Weights(*rest[:W]), Kept(*rest[W:]), ctx.needs_input_grad[: 1 + W]
+        with without_autocast(dout):
+            if torch.is_grad_enabled():  # by the operator, which refuses a second derivative in words
+                tensors = (dout, z, *weights, *_tables(ctx.factors), *_filled(kept, z))
+                text, step = ctx.form.text, _step(ctx.factors)
+                grads = torch.ops.dmst.attend_backward(*tensors, list(asked), text, step, ctx.dtype)
+                grads = tuple(grad if wanted else None for grad, wanted in zip(grads, asked, strict=True))
+            else:
+                grads = _run_backward(dout, z, weights, ctx.form, ctx.factors, ctx.dtype, kept, asked)
+        return (*grads, None, None, None)
 
 
 # --- the two operators ----------------------------------------------------------------------------------------------
 
 
+def _filled(values: Iterable[Tensor | None], z: Tensor) -> tuple[Tensor, ...]:
+    return tuple(z.new_empty(0, dtype=torch.float32) if value is None else value for value in values)
+
+
 def _forward(z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     weights, factors, form, dtype = _unpack(arguments, z)
-    call = (z, weights, form, factors, dtype)
-    out, kept = _attempt(functools.partial(layer.forward, *call), functools.partial(_plain_forward, *call), z, form, dtype)
-    return out, *(z.new_empty(0, dtype=torch.float32) if value is None else value for value in kept)
+    out, kept = _run_forward(z, weights, form, factors, dtype)
+    return out, *_filled(kept, z)
 
 
 def _backward(dout: Tensor, z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    *inputs, wanted_list, text, step, dtype = arguments
+    *inputs, asked, text, step, dtype = arguments
     weights, factors, form, dtype = _unpack((*inputs[: W + T], text, step, dtype), z)
     present = [value if value.numel() or not z.numel() else None for value in inputs[W + T :]]
     kept = Kept(*present)  # type: ignore[arg-type]  # the two tensors of every token are always there
-    wants_z, *rest = wanted_list
-    call = (dout, z, weights, form, factors, dtype, kept, Weights(*rest), wants_z)
-    dz, grads = _attempt(functools.partial(layer.backward, *call), functools.partial(_plain_backward, *call), z, form, dtype)
-    named = ((grads.get(name), weight) for name, weight in zip(Weights._fields, weights, strict=True))
-    return (
-        z.new_empty(0) if dz is None else dz,
-        *(z.new_empty(0) if g is None or w is None else g.to(w.dtype).reshape(w.shape) for g, w in named),
-    )
+    grads = _run_backward(dout, z, weights, form, factors, dtype, kept, asked)
+    return tuple(z.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def _unpack(arguments: tuple[Any, ...], z: Tensor) -> tuple[Weights, rotary.Factors | None, Form, torch.dtype]:
@@ -97,7 +151,8 @@ def _attempt(fused: Callable[[], Any], plain: Callable[[], Any], z: Tensor, form
     if not z.numel() or key in _broken:
         return plain()
     try:
-        return fused()
+        with torch.cuda.device_of(z):  # Triton launches on the current device
+            return fused()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the compiler has many ways to fail, and each means the same here

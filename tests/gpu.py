@@ -1,0 +1,88 @@
+"""Run the GPU tests in several processes at once, and write what each came to: most of their time is compilation.
+
+    python3 tests/gpu.py [FILE ...] [--processes 12] [--seconds 300] [--commit ID] [--out results/h200/tests.txt]
+
+Needs nothing but pytest. A test without a verdict when the time is up counts as one that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = ("tests/test_device_fused.py", "tests/test_device.py", "tests/test_device_models.py")
+PYTEST = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "-q", "--tb=short"]
+PYTEST += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
+
+
+def collect(files: list[str], root: Path) -> list[str]:
+    run = subprocess.run([*PYTEST, "--collect-only", *files], capture_output=True, text=True, cwd=root)
+    found = [line for line in run.stdout.splitlines() if "::" in line]
+    if not found:
+        raise SystemExit(f"no test was found:\n{run.stdout}{run.stderr}")
+    return found
+
+
+def run(tests: list[str], root: Path, processes: int, seconds: float) -> tuple[dict[str, str], str]:
+    """Each test with its verdict (tests/conftest.py writes them down as they come), and what the processes printed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, running = Path(name), []
+        for i in range(min(processes, len(tests))):
+            with (folder / f"{i}.log").open("w") as log:
+                environment = os.environ | {"DMST_VERDICTS": str(folder / f"{i}.verdicts")}
+                command = [*PYTEST, *tests[i::processes]]
+                running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=root, env=environment))
+        end = time.monotonic() + seconds
+        for process in running:
+            try:
+                process.wait(max(end - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        lines = [line for path in folder.glob("*.verdicts") for line in path.read_text().splitlines()]
+        told = dict(line.split(" ", 1)[::-1] for line in lines)
+        logs = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
+    return {test: told.get(test, "no verdict") for test in tests}, logs
+
+
+def main() -> int:
+    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parse.add_argument("files", nargs="*", default=list(FILES))
+    parse.add_argument("--root", type=Path, default=ROOT, help="where the files are, if not in this repository")
+    parse.add_argument("--processes", type=int, default=12)
+    parse.add_argument("--seconds", type=float, default=300)
+    parse.add_argument("--commit", default="unknown")
+    parse.add_argument("--out", type=Path)
+    ask = parse.parse_args()
+    begun, tests = time.monotonic(), collect(ask.files, ask.root)
+    verdicts, logs = run(tests, ask.root, ask.processes, ask.seconds)
+    counts = collections.Counter(verdicts.values())
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    lines = [
+        f"python3 tests/gpu.py --processes {ask.processes}, commit {ask.commit}",
+        f"{device}, torch {torch.__version__}, Python {platform.python_version()}, {time.monotonic() - begun:.0f} s",
+        ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()),
+        "",
+        *(f"{verdict:<10} {test}" for test, verdict in verdicts.items()),
+    ]
+    failures = [line for line in logs.splitlines() if line.startswith(("E ", "FAILED", "ERROR"))]
+    text = "\n".join([*lines, "", *failures]).rstrip() + "\n"
+    if ask.out:
+        ask.out.parent.mkdir(parents=True, exist_ok=True)
+        ask.out.write_text(text)
+    print("\n".join([*lines[:3], *(line for line in lines[4:] if not line.startswith("passed")), *failures[:60]]))
+    return 0 if set(counts) <= {"passed"} else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
