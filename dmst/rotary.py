@@ -121,6 +121,7 @@ _LINES: dict[tuple, Table] = {}  # (dim, device, dtype) -> the longest table so 
 _STEPS: dict[tuple, Table] = {}  # (dim, step, device, dtype) -> likewise, every step-th row, one value a pair
 _PLANES: dict[tuple, Table] = {}  # (dim, rows, columns, device, dtype) -> table, the most recent last
 _PLANES_KEPT = 32
+_RETIRED: list[Table] = []  # replaced on a CUDA device: a recorded graph may still read them. Growth doubles, so they are few
 
 
 def _line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
@@ -160,7 +161,7 @@ def _plane(dim: int, rows: int, columns: int, device: torch.device, dtype: torch
     if found is None:
         found = _keep(_PLANES, key, _compute_plane, *key)
         while len(_PLANES) > _PLANES_KEPT:
-            _PLANES.pop(next(iter(_PLANES)), None)
+            _retire(_PLANES.pop(next(iter(_PLANES)), None), device)
     return found
 
 
@@ -168,8 +169,16 @@ def _keep(tables: dict[tuple, Table], key: tuple, compute: Callable[..., Table],
     with torch.inference_mode(False), torch.no_grad():  # a table made in inference mode could never be trained with
         made = compute(*args)
     if type(made.cos) is Tensor:  # a fake or wrapped tensor must not be left for others
+        _retire(tables.get(key), made.cos.device)
+        if made.cos.is_cuda:
+            torch.cuda.current_stream(made.cos.device).synchronize()  # other streams will read it without waiting
         tables[key] = made
     return made
+
+
+def _retire(table: Table | None, device: torch.device) -> None:
+    if table is not None and device.type == "cuda":
+        _RETIRED.append(table)
 
 
 def _compute_steps(dim: int, step: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:

@@ -24,13 +24,25 @@ def exported() -> bool:
 
 
 def transformed() -> bool:
-    # the compiler follows transforms by itself
-    return not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or dual())
+    return _within_transforms() or dual()
 
 
 def dual() -> bool:
     """Forward-mode differentiation alone."""
-    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    return forward_ad._current_level >= 0 if not torch.compiler.is_compiling() else _within_levels()
+
+
+def _within_transforms() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
+def _within_levels() -> bool:
+    return forward_ad._current_level >= 0
+
+
+# Asked when a function is traced: the compiler takes the answer as a constant, and guards the transforms by itself.
+for _question in (_within_transforms, _within_levels):
+    _question._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def dispatched() -> bool:

@@ -775,3 +775,10 @@ def check_drawn(drawn: dict[str, Any], device: str) -> None:
 @given(fuzzed(samples=2, most=70, heads=3, width=16))
 def test_any_shape_stride_and_dtype(drawn: dict[str, Any]) -> None:
     check_drawn(drawn, "cpu")
+
+
+def test_memberships_that_grow_with_the_tokens_do_not_overflow_float16() -> None:
+    """pi reaches n there: pi s is never stored without its factor."""
+    operator = create("tpsusa", 16, 2, token_sparse_rescale=True).half()
+    with torch.no_grad(), use_kernels("fused"):
+        assert operator(30 * torch.randn(1, 1030, 16).half()).isfinite().all()

@@ -55,6 +55,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0
     """A CUDA device of this capability, with a Triton that works."""
     monkeypatch.setattr(choice, "triton_problem", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
 # --- use_kernels ------------------------------------------------------------------------------------------------------
@@ -199,6 +200,7 @@ def test_without_a_triton_that_works(trouble: Any, monkeypatch: pytest.MonkeyPat
     """The reference under "auto", with the reason for whoever asks; under "fused" the reason is the error."""
     monkeypatch.setattr(choice, "interpreted", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     choice.triton_problem.cache_clear()
     reason = trouble(monkeypatch)
     answer = choice.verdict(CUDA, F32, FORM, 24, "auto")
@@ -319,3 +321,18 @@ def test_a_grid_that_does_not_fit(grid: Any, monkeypatch: pytest.MonkeyPatch) ->
     for chosen in ("reference", "fused"):
         with use_kernels(chosen), pytest.raises(ShapeError, match="grid"):
             kernels.attend(z, weights, form, grid=grid)
+
+
+def test_one_object_entered_twice() -> None:
+    once = use_kernels("reference")
+    with once:
+        with once:
+            pass
+        assert choice._chosen == "reference"
+    assert choice._chosen == "auto"
+
+
+def test_forms_that_no_operator_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    for form in (Form(3, token_sparse_rescale=True), Form(3, membership="energy", gate=None, uniform_moment=True)):
+        assert "this form" in choice.verdict(CUDA, F32, form, 24, "auto").why

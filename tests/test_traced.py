@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -104,3 +104,16 @@ def test_an_exported_program_survives_a_file(tmp_path: Any) -> None:
     torch.export.save(program, tmp_path / "dmsa.pt2")
     z = tokens()
     torch.testing.assert_close(torch.export.load(tmp_path / "dmsa.pt2").module()(z), operator(z))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_forward_mode_derivatives_are_the_same_when_compiled() -> None:
+    """The compiler follows the transform, so the question who is looking must be answered for it too."""
+    torch._dynamo.reset()
+    operator, z = build("dmsa", {}), tokens()
+    direction = torch.randn_like(z)
+
+    def tangent(x: Tensor) -> Tensor:
+        return torch.func.jvp(operator, (x,), (direction,))[1]
+
+    assert relative(torch.compile(tangent, backend="aot_eager")(z), tangent(z)) < 1e-12

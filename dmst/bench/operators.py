@@ -53,7 +53,10 @@ def measure_all(
     if not tasks:
         raise OptionError("nothing is left to measure: " + "; ".join(f"{what}: {why}" for what, why in left.items()) + ".")
     path = Path(out) if out else record.default_path(device)
-    book = record.Book(path, record.facts(device, setting.commit), record.read(path)[1] if add and path.exists() else None)
+    earlier = record.read(path)[1] if add and path.exists() else []
+    if any((row["dim"], row["dtype"]) != (dim, dtype) for row in earlier):
+        raise OptionError(f"{path} holds rows of another width or dtype: give this run a file of its own (--out).")
+    book = record.Book(path, record.facts(device, setting.commit), earlier or None)
     name = record.device_name(device)
     said.print(
         f"[bold]dmst bench operators[/]: {escape(name)}, {setting.dtype}, width {dim}; {len(tasks)} rows to {escape(str(path))}"

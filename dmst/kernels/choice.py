@@ -4,7 +4,7 @@
     use_kernels("reference")   plain torch, to any derivative
     use_kernels("fused")       the Triton kernels, or an error that says why not
 
-As a function it holds until the next call; in a `with` it holds inside.
+As a function it holds until the next call; in a `with` it holds inside. One choice for the whole process, all its threads.
 
     traced for export, torch.jit, forward-mode derivatives   reference     plain torch: others read the graph
     fused allowed (the table below)                          fused         also inside torch.compile, as one operator
@@ -46,14 +46,15 @@ class use_kernels:
 
     def __init__(self, choice: str) -> None:
         self.choice = choose("kernels", choice, CHOICES)
-        self.before = _set(choice)
+        self.before, self.fresh = [_set(choice)], True
 
     def __enter__(self) -> None:
-        if _chosen != self.choice:  # the same object, entered again
-            self.before = _set(self.choice)
+        if not self.fresh:  # the same object, entered again
+            self.before.append(_set(self.choice))
+        self.fresh = False
 
     def __exit__(self, *_: object) -> None:
-        _set(self.before)
+        _set(self.before.pop())
 
 
 def _set(choice: str) -> str:
@@ -96,9 +97,15 @@ def machine_problem(device: str, index: int, fused: bool) -> str:
     if device != "cuda" and not (device == "cpu" and fused and interpreted()):
         return f"fused kernels need a CUDA device, and this is {device}"
     problem = triton_problem()
-    if not problem and device == "cuda" and torch.cuda.get_device_capability(index) < OLDEST_DEVICE:
+    if problem or device != "cuda":
+        return problem
+    if torch.version.hip:
+        return "the fused kernels are measured on NVIDIA devices only"
+    if not torch.cuda.is_available():
+        return "this torch sees no CUDA device"
+    if torch.cuda.get_device_capability(index) < OLDEST_DEVICE:
         return f"fused kernels need compute capability {OLDEST_DEVICE[0]}.{OLDEST_DEVICE[1]} or newer"
-    return problem
+    return ""
 
 
 # A traced graph is for one machine: this is asked when it is traced and is no part of it. The attribute is all that
@@ -115,6 +122,8 @@ def verdict(device: torch.device, dtype: torch.dtype, form: Form, dim: int, choi
         return Verdict(False, f"fused kernels compute in at most float32, and this is {str(dtype).removeprefix('torch.')}")
     if form.num_heads > plan.MOST_HEADS or dim // form.num_heads > plan.WIDEST:
         return Verdict(False, f"fused kernels take up to {plan.MOST_HEADS} heads of up to {plan.WIDEST} channels")
+    if (form.membership == "sigmoid" and form.token_sparse_rescale) or (form.membership == "energy" and form.uniform_moment):
+        return Verdict(False, "fused kernels do not compute this form")  # no operator has it
     problem = machine_problem(device.type, device.index or 0, choice == "fused")
     if problem:
         return Verdict(False, problem)

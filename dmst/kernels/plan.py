@@ -93,8 +93,8 @@ def position_adjoint(b: int, d: int) -> Tile:
     return Tile(min(32, max(16, power_of_two(b))), min(128, max(16, power_of_two(d))), 4)
 
 
-def route(b: int, splits: int, mode: str) -> str:
+def route(b: int, splits: int, mode: str, *, fits: bool) -> str:
     """How the update comes about: `along` the moments in a second sweep, `fold`ed into a weight for each sample, or `apart`."""
     if splits == 1:
         return "along"
-    return "fold" if b <= FOLDED and mode != "proximal" else "apart"
+    return "fold" if b <= FOLDED and mode != "proximal" and fits else "apart"

@@ -4,7 +4,8 @@ With a fake implementation (shapes only), an autograd formula and a FLOP count e
 one node, CUDA graphs record it and counters count it. The form travels as text, the rotary factors as tensors: a traced graph
 computes its own. What does not exist (no gate, no bias) leaves as an empty tensor.
 
-A kernel that does not compile is reported once, by shape, and the plain steps take its place: slower, never different.
+A kernel that does not compile is reported once, with the shape, and the plain steps take its place in every layer of that form,
+width and dtype: slower, never different.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dmst.kernels.fused import layer
 from dmst.kernels.fused.layer import Kept
 from dmst.kernels.reference import Steps
 
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))  # a subclass may have no memory to give to a kernel
 W, T, KEPT = len(Weights._fields), 4, len(Kept._fields)
 _INPUTS = ", ".join(
     ["Tensor z", "Tensor subspace", *(f"Tensor? {name}" for name in Weights._fields[1:])]
@@ -52,7 +54,7 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
     if weights.assign is not None:
         _, n, d = z.shape
         factors = rotary.factors(form.rotary, d, n, grid, step=plan.STEP, device=z.device, dtype=torch.float32)
-    if watched.traced() or watched.dispatched():
+    if watched.traced() or watched.dispatched() or any(type(t) not in _PLAIN for t in (z, *weights)):
         return torch.ops.dmst.attend(z, *weights, *_tables(factors), form.text, _step(factors), dtype)[0]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
         return _Eager.apply(z, *weights, form, factors, dtype)
@@ -101,7 +103,7 @@ class _Eager(torch.autograd.Function):
         z, *rest = ctx.saved_tensors
         weights, kept, asked = Weights(*rest[:W]), Kept(*rest[W:]), ctx.needs_input_grad[: 1 + W]
         with without_autocast(dout):
-            if torch.is_grad_enabled():  # by the operator, which refuses a second derivative in words
+            if torch.is_grad_enabled() or watched.traced() or watched.dispatched():  # it refuses a second derivative in words
                 tensors = (dout, z, *weights, *_tables(ctx.factors), *_filled(kept, z))
                 text, step = ctx.form.text, _step(ctx.factors)
                 grads = torch.ops.dmst.attend_backward(*tensors, list(asked), text, step, ctx.dtype)
@@ -153,9 +155,9 @@ def _attempt(fused: Callable[[], Any], plain: Callable[[], Any], z: Tensor, form
     try:
         with torch.cuda.device_of(z):  # Triton launches on the current device
             return fused()
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # the compiler has many ways to fail, and each means the same here
+        if "out of memory" in str(error).lower():
+            raise
         result = plain()  # what is wrong with the call itself is raised from here, and blames no kernel
         _broken.add(key)
         first = (str(error).strip() or "no message").splitlines()[0]

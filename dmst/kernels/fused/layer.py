@@ -67,7 +67,8 @@ def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | N
         gate, pooled = (torch.empty(b, k, device=z.device, dtype=F32) for _ in range(2))
     weight = (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
     bias = cast(weights.out_bias, dtype)
-    route = plan.route(b, sweep.splits, form.mode)
+    fits = not (dtype == torch.float16 and form.token_sparse_rescale)  # pi s alone, with pi up to n, overflows float16
+    route = plan.route(b, sweep.splits, form.mode, fits=fits)
     sums_of_squares = _sums((b, sweep.splits), k, d // k, z.device)
     update = torch.empty_like(projected) if route != "apart" else None
     _moments(projected, membership, None, sums, *sums_of_squares, gate, pooled, weights.theta, update, form, sweep, route)
@@ -228,7 +229,7 @@ def _score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | No
     sums = torch.empty(b, tiles, k, device=z.device, dtype=F32) if form.gate is not None else None
     tokens, token_kind = words(z)
     assign, assign_kind = words(weights.assign)
-    score_kernel[(b, tiles, over(k, GROUP))](
+    score_kernel[(b * tiles, over(k, GROUP))](
         tokens, assign, weights.assign_bias, *_turn_arguments(factors, z), out, sums,
         n, 1 if factors is None else factors.step, tiles,
         D=d, K=k, TOKENS=tile.tokens, CHANNELS=tile.channels, Z=token_kind, ASSIGN=assign_kind,

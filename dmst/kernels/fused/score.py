@@ -45,7 +45,8 @@ def score_kernel(
 ):  # fmt: skip
     PAIRS: tl.constexpr = CHANNELS // 2
     EVEN: tl.constexpr = D % CHANNELS == 0
-    sample, tile, first_head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * 8
+    sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    first_head = tl.program_id(1) * 8
     token = tile * TOKENS + tl.arange(0, TOKENS)
     here = token < n
     row = sample * n + token
