@@ -93,7 +93,7 @@ def position_adjoint(b: int, d: int) -> Tile:
     return Tile(min(32, max(16, power_of_two(b))), min(128, max(16, power_of_two(d))), 4)
 
 
-def route(b: int, splits: int, mode: str, *, fits: bool) -> str:
+def route(b: int, splits: int, mode: str, *, fits: bool = True) -> str:
     """How the update comes about: `along` the moments in a second sweep, `fold`ed into a weight for each sample, or `apart`."""
     if splits == 1:
         return "along"
