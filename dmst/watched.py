@@ -29,7 +29,7 @@ def transformed() -> bool:
 
 def dual() -> bool:
     """Forward-mode differentiation alone."""
-    return forward_ad._current_level >= 0 if not torch.compiler.is_compiling() else _within_levels()
+    return _within_levels()
 
 
 def _within_transforms() -> bool:

@@ -1,6 +1,6 @@
 """Which kernel computes a layer, decided here and nowhere else.
 
-    use_kernels("auto")        the fastest that is measured to be right for the device, the dtype and the heads (the default)
+    use_kernels("auto")        the Triton kernels where the table below says so and they can run, else plain torch (the default)
     use_kernels("reference")   plain torch, to any derivative
     use_kernels("fused")       the Triton kernels, or an error that says why not
 
@@ -35,8 +35,10 @@ CHOICES = ("auto", "reference", "fused")
 OLDEST_TRITON = (3, 6)
 OLDEST_DEVICE = (8, 0)  # bfloat16 and TF32 in the tensor cores
 
-# What "auto" does on a CUDA device, by dtype: measured on one H200 (results/h200/operators.json, docs/kernels.md).
+# What "auto" does on a CUDA device, by dtype. Timed on one H200 by CUDA-graph replay, in bfloat16 alone
+# (results/h200/operators.json): the other two follow it unmeasured, and `dmst doctor` says so.
 AUTO = {torch.bfloat16: True, torch.float16: True, torch.float32: True}
+TIMED = {torch.bfloat16}
 
 _chosen = "auto"
 
@@ -129,7 +131,9 @@ def verdict(device: torch.device, dtype: torch.dtype, form: Form, dim: int, choi
         return Verdict(False, problem)
     if choice == "auto" and not AUTO[dtype]:
         return Verdict(False, f"measured slower in {str(dtype).removeprefix('torch.')}")
-    return Verdict(True, "measured fastest" if choice == "auto" else 'use_kernels("fused")')
+    if choice == "auto":
+        return Verdict(True, "measured fastest in CUDA graphs" if dtype in TIMED else "as bfloat16; not timed in this dtype")
+    return Verdict(True, 'use_kernels("fused")')
 
 
 def _fused_attend(*args: Any, **kwargs: Any) -> Tensor:

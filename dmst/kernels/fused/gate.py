@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 GATES = {None: 0, "sparsemax": 1, "sigmoid": 2, "relu": 3, "gelu": 4, "uniform": 5}
-NO_GATE: tl.constexpr = tl.constexpr(0)
 SPARSEMAX: tl.constexpr = tl.constexpr(1)
 SIGMOID: tl.constexpr = tl.constexpr(2)
 RELU: tl.constexpr = tl.constexpr(3)
