@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-STEP = 16  # tokens in one rotary step
+STEP = 32  # tokens in one rotary step: a block of the score kernels at width 32 and more
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
-ASSIGN_PROGRAMS = 132  # rows of partial sums for the gradient of `assign`
+ASSIGN_PROGRAMS = 96  # rows of partial sums for the gradient of `assign`
 FOLDED = 4  # samples at most, each with an output product of its own
 WIDEST = 128  # of one head
 MOST_HEADS = 64
@@ -64,34 +64,52 @@ def by_position(b: int, k: int, dtype: torch.dtype, turned: bool) -> bool:
 
 
 class Tile(NamedTuple):
-    """Of tokens and channels, for the kernels of the scores."""
+    """Of tokens and channels, for the kernels of the scores: blocks of rows, a thread for eight channels of a row in each."""
 
-    tokens: int
+    blocks: int
+    rows: int
+    channels: int
+    warps: int
+    stages: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self.rows
+
+
+def _tile(d: int, blocks: int, channels: int, warps: int, stages: int = 1) -> Tile:
+    channels = min(channels, max(8, power_of_two(d)))
+    return Tile(blocks, warps * 256 // channels, channels, warps, stages)
+
+
+def score(n: int, d: int) -> Tile:
+    return _tile(d, blocks=2 if n < 512 else 4, channels=32, warps=4)
+
+
+def into_tokens(d: int) -> Tile:
+    return _tile(d, blocks=4, channels=32, warps=4)
+
+
+def into_assign(d: int) -> Tile:
+    return _tile(d, blocks=1, channels=32, warps=4, stages=1)
+
+
+class Batch(NamedTuple):
+    """Of the samples of one position and channels, for the kernels that rotate the weights."""
+
+    samples: int
     channels: int
     warps: int
 
 
-def score(n: int, d: int) -> Tile:
-    return Tile(32 if n < 512 else 64, min(64, max(16, power_of_two(d))), 4)
-
-
-def into_tokens(d: int) -> Tile:
-    return Tile(32, min(128, max(32, power_of_two(d))), 4)
-
-
-def into_assign(d: int) -> Tile:
-    return Tile(32, min(64, max(32, power_of_two(d))), 2)
-
-
-def position_score(b: int, d: int) -> Tile:
-    """Here and below `tokens` are those of one position, one a sample."""
+def position_score(b: int, d: int) -> Batch:
     if b >= 128:
-        return Tile(128, min(64, max(16, power_of_two(d))), 4)
-    return Tile(min(64, max(16, power_of_two(b))), min(128, max(16, power_of_two(d))), 4)
+        return Batch(128, min(64, max(16, power_of_two(d))), 4)
+    return Batch(min(64, max(16, power_of_two(b))), min(128, max(16, power_of_two(d))), 4)
 
 
-def position_adjoint(b: int, d: int) -> Tile:
-    return Tile(min(32, max(16, power_of_two(b))), min(128, max(16, power_of_two(d))), 4)
+def position_adjoint(b: int, d: int) -> Batch:
+    return Batch(min(32, max(16, power_of_two(b))), min(128, max(16, power_of_two(d))), 4)
 
 
 def route(b: int, splits: int, mode: str, *, fits: bool = True) -> str:

@@ -30,7 +30,7 @@ from dmst.kernels.fused.core import MODES
 from dmst.kernels.fused.energy import energy_adjoint_kernel, energy_kernel
 from dmst.kernels.fused.gate import GATES
 from dmst.kernels.fused.moments import finish_kernel, moments_kernel
-from dmst.kernels.fused.score import GROUP, ROTARY, score_kernel
+from dmst.kernels.fused.score import GROUP, score_kernel
 from dmst.kernels.fused.score_adjoint import gate_adjoint_kernel, into_assign_kernel, into_tokens_kernel
 from dmst.kernels.fused.turn import words
 from dmst.kernels.fused.update import update_kernel
@@ -184,6 +184,14 @@ def _turn_arguments(factors: rotary.Factors | None, unused: Tensor) -> tuple[Any
     return (unused,) * 4 if factors is None else (*factors.far, *factors.near)
 
 
+def _turned(d: int, tile: plan.Tile, factors: rotary.Factors | None) -> dict[str, Any]:
+    """What the kernels that rotate have in common."""
+    return {
+        "D": d, "BLOCKS": tile.blocks, "ROWS": tile.rows, "CHANNELS": tile.channels, "num_warps": tile.warps,
+        "ROTARY": factors is not None, "LEVEL": factors is not None and factors.step == tile.rows,
+    }  # fmt: skip
+
+
 def _by_position(z: Tensor, form: Form, factors: rotary.Factors | None) -> bool:
     return plan.by_position(z.shape[0], form.num_heads, z.dtype, factors is not None)
 
@@ -209,9 +217,9 @@ def _position_score(z: Tensor, weights: Weights, form: Form, factors: rotary.Fac
     out = torch.empty(b, n, k, device=z.device, dtype=F32)
     scores = torch.empty_like(out) if form.gate is not None else None
     tile = plan.position_score(b, d)
-    position_score_kernel[(n, over(b, tile.tokens))](
+    position_score_kernel[(n, over(b, tile.samples))](
         z, _rotated(z, weights, form, factors), weights.assign_bias, out, scores, b, n,
-        D=d, K=k, HEADS=max(8, plan.power_of_two(k)), SAMPLES=tile.tokens, CHANNELS=tile.channels,
+        D=d, K=k, HEADS=max(8, plan.power_of_two(k)), SAMPLES=tile.samples, CHANNELS=tile.channels,
         BIAS=weights.assign_bias is not None, SIGMOID=form.membership == "sigmoid", SUMS=scores is not None,
         STAGES=3, num_warps=tile.warps,
     )  # fmt: skip
@@ -232,9 +240,8 @@ def _score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | No
     score_kernel[(b * tiles, over(k, GROUP))](
         tokens, assign, weights.assign_bias, *_turn_arguments(factors, z), out, sums,
         n, 1 if factors is None else factors.step, tiles,
-        D=d, K=k, TOKENS=tile.tokens, CHANNELS=tile.channels, Z=token_kind, ASSIGN=assign_kind,
-        ROTARY=0 if factors is None else ROTARY[form.rotary], BIAS=weights.assign_bias is not None,
-        SIGMOID=form.membership == "sigmoid", SUMS=sums is not None, num_warps=tile.warps,
+        K=k, Z=token_kind, ASSIGN=assign_kind, BIAS=weights.assign_bias is not None,
+        SIGMOID=form.membership == "sigmoid", SUMS=sums is not None, **_turned(d, tile, factors),
     )  # fmt: skip
     return out, sums
 
@@ -371,11 +378,6 @@ def _score_adjoint(
     b, n, d = z.shape
     k = form.num_heads
     assert weights.assign is not None
-    new: dict[str, Any] = {"device": z.device, "dtype": F32}
-    common: dict[str, Any] = {
-        "D": d, "K": k, "HEADS": max(16, plan.power_of_two(k)), "ROTARY": 0 if factors is None else ROTARY[form.rotary],
-        "GATED": dgate is not None, "PRECISION": "ieee" if z.dtype == F32 else "tf32",
-    }  # fmt: skip
     turn, step = _turn_arguments(factors, z), 1 if factors is None else factors.step
     dpooled = None
     if dgate is not None:
@@ -386,33 +388,30 @@ def _score_adjoint(
         )  # fmt: skip
     if _by_position(z, form, factors):
         return _position_adjoint(z, flow, weight_in, dscores, dpooled, weights, form, factors, wanted, wants_z, grads)
-    if wanted.assign or wanted.assign_bias:
+    if wanted.assign:
         tile = plan.into_assign(d)
         tiles = over(n, tile.tokens)
         run = over(b * tiles, plan.ASSIGN_PROGRAMS)
         programs = over(b * tiles, run)
-        part = torch.empty(programs, k, d, **new)
-        part_bias = torch.empty(programs, k, **new) if wanted.assign_bias else None
-        tokens, token_kind = words(z) if factors is not None else (z, 0)
-        into_assign_kernel[(programs, over(d, tile.channels))](
-            tokens, dscores, dpooled, *turn, part, part_bias, n, step, tiles, run, b * tiles,
-            TOKENS=tile.tokens, CHANNELS=tile.channels, Z=token_kind, BIAS=part_bias is not None,
-            num_warps=tile.warps, **common,
+        part = torch.empty(programs, k, d, device=z.device, dtype=F32)
+        tokens, token_kind = words(z)
+        into_assign_kernel[(programs, over(d, tile.channels), over(k, GROUP))](
+            tokens, dscores, dpooled, *turn, part, n, step, tiles, run, b * tiles,
+            K=k, Z=token_kind, GATED=dpooled is not None, STAGES=tile.stages, **_turned(d, tile, factors),
         )  # fmt: skip
-        if wanted.assign:
-            grads["assign"] = part.sum(0)
-        if part_bias is not None:
-            grads["assign_bias"] = part_bias.sum(0)
+        grads["assign"] = part.sum(0)
+    if wanted.assign_bias:
+        grads["assign_bias"] = dscores.sum((0, 1)) + (0 if dpooled is None else n * dpooled.sum(0))
     if not wants_z:
         return None
     product = flow @ weight_in
     dz = product.view_as(z) if product.dtype == z.dtype else torch.empty_like(z)
     tile = plan.into_tokens(d)
     tiles = over(n, tile.tokens)
-    assign, assign_kind = (weights.assign, 0) if factors is None else words(weights.assign)
+    assign, assign_kind = words(weights.assign)
     into_tokens_kernel[(b * tiles, over(d, tile.channels))](
         assign, dscores, dpooled, product, *turn, dz, n, step, tiles,
-        TOKENS=tile.tokens, CHANNELS=tile.channels, ASSIGN=assign_kind, num_warps=tile.warps, **common,
+        K=k, ASSIGN=assign_kind, GATED=dpooled is not None, **_turned(d, tile, factors),
     )  # fmt: skip
     return dz
 
@@ -431,7 +430,7 @@ def _position_adjoint(
         part = torch.empty(n, k, d, device=z.device, dtype=F32)
         position_assign_kernel[(n, over(d, tile.channels))](
             z, dscores, dpooled, *factors.far, *factors.near, part, b, n, factors.step,
-            SAMPLES=tile.tokens, CHANNELS=tile.channels, STAGES=3, num_warps=tile.warps, **common,
+            SAMPLES=tile.samples, CHANNELS=tile.channels, STAGES=3, num_warps=tile.warps, **common,
         )  # fmt: skip
         grads["assign"] = part.sum(0)
     if wanted.assign_bias:
@@ -440,8 +439,8 @@ def _position_adjoint(
         return None
     product = flow @ weight_in
     dz = product.view_as(z) if product.dtype == z.dtype else torch.empty_like(z)
-    position_tokens_kernel[(n, over(b, tile.tokens), over(d, tile.channels))](
+    position_tokens_kernel[(n, over(b, tile.samples), over(d, tile.channels))](
         _rotated(z, weights, form, factors), dscores, dpooled, product, dz, b, n,
-        SAMPLES=tile.tokens, CHANNELS=tile.channels, num_warps=tile.warps, **common,
+        SAMPLES=tile.samples, CHANNELS=tile.channels, num_warps=tile.warps, **common,
     )  # fmt: skip
     return dz

@@ -4,7 +4,8 @@
     dz_n        = (dS W_in)_n + rot_n^T sum_k dscores_nk assign_k     the product is read, dz is written
     dassign_k   = sum_n dscores_nk rot_n z_n                          one row of partial sums a program
 
-The sums over heads and over tokens are small matrix products on the tensor cores (TF32 for 16-bit tokens, else float32).
+In plain float32 arithmetic. As in `score`, a thread owns a few pairs of a few tokens. On the way to the tokens it goes through
+all heads; on the way to `assign` it keeps the sums of eight heads for its pairs while it goes through the tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from dmst.kernels.fused.gate import pull_back
-from dmst.kernels.fused.turn import load_pairs, turns
+from dmst.kernels.fused.turn import beside, four, load_pairs, places, row_of, turns
 
 
 @triton.jit
@@ -29,94 +30,179 @@ def gate_adjoint_kernel(
 
 
 @triton.jit
-def _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K: tl.constexpr, GATED: tl.constexpr):
-    """(tokens, heads), 0 where there is none."""
-    some = here[:, None] & (head[None, :] < K)
-    value = tl.load(dscores_ptr + row[:, None] * K + head[None, :], mask=some, other=0.0)
+def _dscores(
+    dscores_ptr, dpooled_ptr, sample, row, here, first_head,
+    K: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Of eight heads, (blocks, rows, lanes) each, the same in every lane; 0 for heads that do not exist."""
+    head = first_head + tl.arange(0, 4 * LANES)[None, None, :] % 4
+    low = tl.load(dscores_ptr + row * K + head, mask=here & (head < K), other=0.0)
+    high = tl.load(dscores_ptr + row * K + head + 4, mask=here & (head + 4 < K), other=0.0)
     if GATED:
-        dpooled = tl.load(dpooled_ptr + sample * K + head, mask=head < K, other=0.0)
-        value = tl.where(some, value + dpooled[None, :], 0.0)
-    return value
+        low += tl.load(dpooled_ptr + sample * K + head, mask=head < K, other=0.0)
+        high += tl.load(dpooled_ptr + sample * K + head + 4, mask=head + 4 < K, other=0.0)
+    d0, d1, d2, d3 = four(low, BLOCKS, ROWS, LANES)
+    d4, d5, d6, d7 = four(high, BLOCKS, ROWS, LANES)
+    return d0, d1, d2, d3, d4, d5, d6, d7
+
+
+@triton.jit
+def _add(e0, e1, e2, e3, o0, o1, o2, o3, dscore, assign_ptr, head, pair, D: tl.constexpr, K: tl.constexpr,
+         LANES: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """The pairs of each token, and dscore w added to them, for one head."""
+    even, odd = load_pairs(assign_ptr, head, pair, (2 * pair < D) & (head < K), KIND, D, D % (8 * LANES) == 0 and K % 8 == 0)
+    w0, w1, w2, w3 = four(even, 1, 1, LANES)
+    v0, v1, v2, v3 = four(odd, 1, 1, LANES)
+    e0, o0 = tl.fma(dscore, tl.broadcast_to(w0, e0.shape), e0), tl.fma(dscore, tl.broadcast_to(v0, e0.shape), o0)
+    e1, o1 = tl.fma(dscore, tl.broadcast_to(w1, e0.shape), e1), tl.fma(dscore, tl.broadcast_to(v1, e0.shape), o1)
+    e2, o2 = tl.fma(dscore, tl.broadcast_to(w2, e0.shape), e2), tl.fma(dscore, tl.broadcast_to(v2, e0.shape), o2)
+    e3, o3 = tl.fma(dscore, tl.broadcast_to(w3, e0.shape), e3), tl.fma(dscore, tl.broadcast_to(v3, e0.shape), o3)
+    return e0, e1, e2, e3, o0, o1, o2, o3
 
 
 @triton.jit
 def into_tokens_kernel(
     assign_ptr, dscores_ptr, dpooled_ptr, product_ptr, far_cos, far_sin, near_cos, near_sin, dz_ptr,
     n, step, tiles,
-    D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
-    ASSIGN: tl.constexpr, ROTARY: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    ASSIGN: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     PAIRS: tl.constexpr = CHANNELS // 2
+    LANES: tl.constexpr = PAIRS // 4
     EVEN: tl.constexpr = D % CHANNELS == 0
-    head = tl.arange(0, HEADS)
-    start = tl.program_id(1) * CHANNELS
-    channel = start + tl.arange(0, CHANNELS)
-    index = tl.program_id(0)
-    sample, tile = (index // tiles).to(tl.int64), index % tiles
-    token = tile * TOKENS + tl.arange(0, TOKENS)
+    sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    token, far, near = places(tile, n, step, BLOCKS, ROWS, LEVEL)
     here = token < n
     row = sample * n + token
-    at = row[:, None] * D + channel[None, :]
-    full = here[:, None] if EVEN else here[:, None] & (channel[None, :] < D)
-    product = tl.load(product_ptr + at, mask=full, other=0.0, eviction_policy="evict_first")
-    dscores = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K, GATED)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, None, :]
+    pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)[None, None, :]
+    full = here if EVEN else here & (channel < D)
+    product = tl.load(product_ptr + row * D + channel, mask=full, other=0.0, eviction_policy="evict_first")
+    e0 = tl.zeros((BLOCKS, ROWS, LANES), tl.float32)
+    e1, e2, e3, o0, o1, o2, o3 = e0, e0, e0, e0, e0, e0, e0
+    for head in tl.range(0, K, 8, num_stages=1):
+        d0, d1, d2, d3, d4, d5, d6, d7 = _dscores(
+            dscores_ptr, dpooled_ptr, sample, row, here, head, K, BLOCKS, ROWS, LANES, GATED
+        )
+        e0, e1, e2, e3, o0, o1, o2, o3 = _add(
+            e0, e1, e2, e3, o0, o1, o2, o3, d0, assign_ptr, head, pair, D, K, LANES, ASSIGN
+        )
+        if K > 1:
+            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
+                e0, e1, e2, e3, o0, o1, o2, o3, d1, assign_ptr, head + 1, pair, D, K, LANES, ASSIGN
+            )
+        if K > 2:
+            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
+                e0, e1, e2, e3, o0, o1, o2, o3, d2, assign_ptr, head + 2, pair, D, K, LANES, ASSIGN
+            )
+        if K > 3:
+            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
+                e0, e1, e2, e3, o0, o1, o2, o3, d3, assign_ptr, head + 3, pair, D, K, LANES, ASSIGN
+            )
+        if K > 4:
+            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
+                e0, e1, e2, e3, o0, o1, o2, o3, d4, assign_ptr, head + 4, pair, D, K, LANES, ASSIGN
+            )
+        if K > 5:
+            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
+                e0, e1, e2, e3, o0, o1, o2, o3, d5, assign_ptr, head + 5, pair, D, K, LANES, ASSIGN
+            )
+        if K > 6:
+            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
+                e0, e1, e2, e3, o0, o1, o2, o3, d6, assign_ptr, head + 6, pair, D, K, LANES, ASSIGN
+            )
+        if K > 7:
+            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
+                e0, e1, e2, e3, o0, o1, o2, o3, d7, assign_ptr, head + 7, pair, D, K, LANES, ASSIGN
+            )
+    even, odd = beside(e0, e1, e2, e3, BLOCKS, ROWS, LANES), beside(o0, o1, o2, o3, BLOCKS, ROWS, LANES)
     if ROTARY:
-        pair = start // 2 + tl.arange(0, PAIRS)
-        cos, sin = turns(far_cos, far_sin, near_cos, near_sin, token, pair, step, n, D // 2, EVEN)
-        real = (head[:, None] < K) & (2 * pair[None, :] < D)
-        w_even, w_odd = load_pairs(assign_ptr, head[:, None], pair[None, :], real, ASSIGN, D, EVEN and K == HEADS)
-        even = tl.dot(dscores, w_even, input_precision=PRECISION)
-        odd = tl.dot(dscores, w_odd, input_precision=PRECISION)
-        dz = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (TOKENS, CHANNELS))
-    else:
-        real = (head[:, None] < K) & (channel[None, :] < D)
-        w = tl.load(assign_ptr + head[:, None] * D + channel[None, :], mask=real, other=0.0).to(tl.float32)
-        dz = tl.dot(dscores, w, input_precision=PRECISION)
-    tl.store(dz_ptr + at, (product.to(tl.float32) + dz).to(dz_ptr.dtype.element_ty), mask=full)
+        cos, sin = turns(far_cos, far_sin, near_cos, near_sin, far, near, pair, D // 2, EVEN)
+        even, odd = even * cos + odd * sin, odd * cos - even * sin
+    dz = product.to(tl.float32) + tl.reshape(tl.join(even, odd), (BLOCKS, ROWS, CHANNELS))
+    tl.store(dz_ptr + row * D + channel, dz.to(dz_ptr.dtype.element_ty), mask=full)
+
+
+@triton.jit
+def _share(even_sum, odd_sum, even, odd, dscore, BLOCKS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """The sums of one head, and dscore times this tile added to them."""
+    wide = tl.reshape(tl.broadcast_to(dscore[:, :, :, None], (BLOCKS, ROWS, LANES, 4)), (BLOCKS, ROWS, 4 * LANES))
+    return tl.fma(wide, even, even_sum), tl.fma(wide, odd, odd_sum)
+
+
+@triton.jit
+def _leave(dassign_ptr, even_sum, odd_sum, head, pair, D: tl.constexpr, K: tl.constexpr):
+    at = dassign_ptr + head * D + 2 * pair
+    tl.store(at, tl.sum(tl.sum(even_sum, 0), 0), mask=(head < K) & (2 * pair < D))
+    tl.store(at + 1, tl.sum(tl.sum(odd_sum, 0), 0), mask=(head < K) & (2 * pair + 1 < D))
 
 
 @triton.jit
 def into_assign_kernel(
-    z_ptr, dscores_ptr, dpooled_ptr, far_cos, far_sin, near_cos, near_sin, dassign_ptr, dbias_ptr,
+    z_ptr, dscores_ptr, dpooled_ptr, far_cos, far_sin, near_cos, near_sin, dassign_ptr,
     n, step, tiles, run, last_tile,
-    D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
-    Z: tl.constexpr, ROTARY: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, Z: tl.constexpr,
+    ROTARY: tl.constexpr, LEVEL: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     PAIRS: tl.constexpr = CHANNELS // 2
+    LANES: tl.constexpr = PAIRS // 4
     EVEN: tl.constexpr = D % CHANNELS == 0
-    head = tl.arange(0, HEADS)
-    start = tl.program_id(1) * CHANNELS
-    channel = start + tl.arange(0, CHANNELS)
-    pair = start // 2 + tl.arange(0, PAIRS)
-    if ROTARY:
-        dw_even, dw_odd = tl.zeros((HEADS, PAIRS), tl.float32), tl.zeros((HEADS, PAIRS), tl.float32)
-    else:
-        dw = tl.zeros((HEADS, CHANNELS), tl.float32)
-    bias = tl.zeros((TOKENS, HEADS), tl.float32)
+    first_head = tl.program_id(2) * 8
+    pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)[None, None, :]
+    e0 = tl.zeros((BLOCKS, ROWS, PAIRS), tl.float32)
+    e1, e2, e3, e4, e5, e6, e7 = e0, e0, e0, e0, e0, e0, e0
+    o0, o1, o2, o3, o4, o5, o6, o7 = e0, e0, e0, e0, e0, e0, e0, e0
     begin = tl.program_id(0) * run
-    for index in tl.range(begin, tl.minimum(begin + run, last_tile), num_stages=1):
-        sample, tile = (index // tiles).to(tl.int64), index % tiles
-        token = tile * TOKENS + tl.arange(0, TOKENS)
+    sample, tile = (begin // tiles).to(tl.int64), begin % tiles
+    if ROTARY and LEVEL:  # the same for every tile
+        _, _, near = places(tile, n, step, BLOCKS, ROWS, LEVEL)
+        nc, ns = row_of(near_cos, near_sin, near, pair, D // 2, EVEN)
+    for _ in tl.range(begin, tl.minimum(begin + run, last_tile), num_stages=STAGES):
+        token, far, near = places(tile, n, step, BLOCKS, ROWS, LEVEL)
         here = token < n
         row = sample * n + token
-        dscores = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K, GATED)
-        across = tl.trans(dscores)
+        real = here if EVEN else here & (2 * pair < D)
+        even, odd = load_pairs(z_ptr, row, pair, real, Z, D, False)
         if ROTARY:
-            cos, sin = turns(far_cos, far_sin, near_cos, near_sin, token, pair, step, n, D // 2, EVEN)
-            real = here[:, None] if EVEN else here[:, None] & (2 * pair[None, :] < D)
-            even, odd = load_pairs(z_ptr, row[:, None], pair[None, :], real, Z, D, False)
-            dw_even = tl.dot(across, even * cos - odd * sin, dw_even, input_precision=PRECISION)
-            dw_odd = tl.dot(across, odd * cos + even * sin, dw_odd, input_precision=PRECISION)
-        else:
-            full = here[:, None] & (channel[None, :] < D)
-            z = tl.load(z_ptr + row[:, None] * D + channel[None, :], mask=full, other=0.0).to(tl.float32)
-            dw = tl.dot(across, z, dw, input_precision=PRECISION)
-        if BIAS:
-            bias += dscores
-    out = tl.program_id(0).to(tl.int64)
-    if ROTARY:
-        dw = tl.reshape(tl.join(dw_even, dw_odd), (HEADS, CHANNELS))
-    real = (head[:, None] < K) & (channel[None, :] < D)
-    tl.store(dassign_ptr + (out * K + head[:, None]) * D + channel[None, :], dw, mask=real)
-    if BIAS and tl.program_id(1) == 0:
-        tl.store(dbias_ptr + out * K + head, tl.sum(bias, 0), mask=head < K)
+            fc, fs = row_of(far_cos, far_sin, far, pair, D // 2, EVEN)
+            if not LEVEL:
+                nc, ns = row_of(near_cos, near_sin, near, pair, D // 2, EVEN)
+            cos, sin = fc * nc - fs * ns, fs * nc + fc * ns
+            even, odd = even * cos - odd * sin, odd * cos + even * sin
+        d0, d1, d2, d3, d4, d5, d6, d7 = _dscores(
+            dscores_ptr, dpooled_ptr, sample, row, here, first_head, K, BLOCKS, ROWS, LANES, GATED
+        )
+        e0, o0 = _share(e0, o0, even, odd, d0, BLOCKS, ROWS, LANES)
+        if K > 1:
+            e1, o1 = _share(e1, o1, even, odd, d1, BLOCKS, ROWS, LANES)
+        if K > 2:
+            e2, o2 = _share(e2, o2, even, odd, d2, BLOCKS, ROWS, LANES)
+        if K > 3:
+            e3, o3 = _share(e3, o3, even, odd, d3, BLOCKS, ROWS, LANES)
+        if K > 4:
+            e4, o4 = _share(e4, o4, even, odd, d4, BLOCKS, ROWS, LANES)
+        if K > 5:
+            e5, o5 = _share(e5, o5, even, odd, d5, BLOCKS, ROWS, LANES)
+        if K > 6:
+            e6, o6 = _share(e6, o6, even, odd, d6, BLOCKS, ROWS, LANES)
+        if K > 7:
+            e7, o7 = _share(e7, o7, even, odd, d7, BLOCKS, ROWS, LANES)
+        over = tile + 1 == tiles
+        sample, tile = tl.where(over, sample + 1, sample), tl.where(over, 0, tile + 1)
+    out = dassign_ptr + tl.program_id(0).to(tl.int64) * (K * D)
+    flat = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
+    _leave(out, e0, o0, first_head, flat, D, K)
+    if K > 1:
+        _leave(out, e1, o1, first_head + 1, flat, D, K)
+    if K > 2:
+        _leave(out, e2, o2, first_head + 2, flat, D, K)
+    if K > 3:
+        _leave(out, e3, o3, first_head + 3, flat, D, K)
+    if K > 4:
+        _leave(out, e4, o4, first_head + 4, flat, D, K)
+    if K > 5:
+        _leave(out, e5, o5, first_head + 5, flat, D, K)
+    if K > 6:
+        _leave(out, e6, o6, first_head + 6, flat, D, K)
+    if K > 7:
+        _leave(out, e7, o7, first_head + 7, flat, D, K)

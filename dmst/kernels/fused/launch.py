@@ -1,0 +1,110 @@
+"""Launching a kernel again without asking Triton again which one it is.
+
+    @launched
+    @triton.jit
+    def kernel(...)                         kernel[grid](tensors and numbers, CONSTANT=..., num_warps=...) as before
+
+Triton looks for the compiled kernel at each launch, which takes the host several times as long as a short kernel takes the
+device. Here the first call of a kind goes Triton's way and what it found is remembered; the next of that kind launches it. Of
+one kind are calls of one kernel that agree in all that Triton compiles for:
+
+    device       the current one, where every tensor must be
+    constants    names and values of all keywords, the launch options among them
+    tensor       dtype, and whether its address is divisible by 16
+    integer      1 itself, or divisible by 16 or not; one that needs more than 32 bits is a kind of its own
+    other        float, bool and None by that alone: Triton does not look at their values
+
+Everything else takes Triton's way each time: other arguments, launch hooks, debugging and instrumentation, a global variable of
+the kernel that was set anew. And so does every launch under the interpreter or a Triton whose launcher was not read (`READ`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+from torch import Tensor
+from torch.nn import Parameter
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+READ = ("3.6", "3.7", "3.8")  # they take addresses in place of tensors, and want every argument, constants too, in its place
+MOST = 1024  # kinds of one kernel that are remembered
+
+
+def launched(kernel: Any) -> Any:
+    """The kernel, launched the short way where that is known to be right."""
+    known = ".".join(triton.__version__.split(".")[:2]) in READ
+    if type(kernel) is not JITFunction or not known:
+        return kernel
+    kernel.__class__, kernel.remembered = Launched, {}
+    return kernel
+
+
+class Launched(JITFunction):
+    """Triton's own kernel, which remembers by kind: launcher, function, metadata, constants in order, global variables."""
+
+    remembered: dict[tuple, tuple]
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **constants: self._launch(grid, args, constants)
+
+    def _launch(self, grid: Any, args: tuple, constants: dict[str, Any]) -> Any:
+        if type(grid) is not tuple or self._is_watched():
+            return self.run(*args, grid=grid, warmup=False, **constants)
+        active = driver.active
+        device = active.get_current_device()
+        kind: list[Any] = [device, len(args), *constants, *constants.values()]
+        values = list(args)
+        for place, arg in enumerate(args):
+            given = type(arg)
+            if given is Tensor or given is Parameter:
+                values[place] = address = arg.data_ptr()
+                kind.append((arg.dtype,) if address & 15 else arg.dtype)
+                if arg.get_device() != device:
+                    return self.run(*args, grid=grid, warmup=False, **constants)
+            elif given is int:
+                kind.append(arg if arg == 1 or not -(2**31) <= arg < 2**31 else 0 if arg & 15 else 16)
+            elif arg is None or given is float or given is bool:
+                kind.append(given)
+            else:
+                return self.run(*args, grid=grid, warmup=False, **constants)
+        key = tuple(kind)
+        found = self.remembered.get(key)
+        if found is None:
+            return self._remember(key, self.run(*args, grid=grid, warmup=False, **constants), len(args), constants)
+        kernel, run, function, metadata, rest, read = found
+        for names, name, value in read:
+            if names.get(name) is not value:
+                return self.run(*args, grid=grid, warmup=False, **constants)
+        x, y, z = (*grid, 1, 1)[:3]
+        run(x, y, z, active.get_current_stream(device), function, metadata, None, None, None, *values, *rest)
+        return kernel
+
+    def _is_watched(self) -> bool:
+        """Somebody wants to see each launch, or other kernels than the usual."""
+        runtime = knobs.runtime
+        return bool(
+            getattr(runtime.launch_enter_hook, "calls", True)  # anything but an empty chain
+            or getattr(runtime.launch_exit_hook, "calls", True)
+            or runtime.debug
+            or self.debug
+            or knobs.compilation.instrumentation_mode
+            or runtime.add_stages_inspection_hook is not None
+            or self.pre_run_hooks
+        )
+
+    def _remember(self, key: tuple, kernel: Any, positions: int, constants: dict[str, Any]) -> Any:
+        """Only where the arguments by position are those that are no constants, and the keywords all the others."""
+        after = [parameter.name for parameter in self.params[positions:]]
+        in_order = [parameter.is_constexpr for parameter in self.params] == [False] * positions + [True] * len(after)
+        if in_order and type(kernel) is CompiledKernel and constants.keys() >= set(after):
+            if len(self.remembered) >= MOST:
+                self.remembered.clear()
+            rest = tuple(constants[name] for name in after)
+            read = [(names, name, names.get(name)) for (name, _), (_, names) in self.used_global_vals.items()]
+            self.remembered[key] = (kernel, kernel.run, kernel.function, kernel.packed_metadata, rest, read)
+        return kernel
