@@ -68,9 +68,27 @@ def factors(
     """The same rotations as `table`, factored. 1d: runs of `step` tokens; 2d: far turns by the row, near by the column."""
     if mode == "none":
         return None
-    if mode == "1d":
+    sides = None if mode == "1d" else _grid(grid, n)
+    if watched.traced() or watched.dispatched():
+        return _compute_factors(dim, n, sides, step, device, dtype)
+    key = (dim, n, sides, step, device, dtype)
+    found = _FACTORS.get(key)
+    if found is None:
+        with torch.inference_mode(False), torch.no_grad():
+            found = _compute_factors(*key)
+        if len(_FACTORS) < _FACTORS_KEPT and type(found.far.cos) is Tensor and not _recorded(device):
+            if sides is not None:  # else views of what has settled
+                _settle(device)
+            _FACTORS[key] = found
+    return found
+
+
+def _compute_factors(
+    dim: int, n: int, sides: tuple[int, int] | None, step: int, device: torch.device, dtype: torch.dtype
+) -> Factors:
+    if sides is None:
         return Factors(_steps(dim, step, -(-n // step), device, dtype), _steps(dim, 1, step, device, dtype), step)
-    rows, columns = _grid(grid, n)
+    rows, columns = sides
     still = Table(torch.ones(1, dim // 4, device=device, dtype=dtype), torch.zeros(1, dim // 4, device=device, dtype=dtype))
     far, near = (_steps(dim // 2, 1, side, device, dtype) for side in (rows, columns))
     return Factors(
@@ -121,6 +139,8 @@ _LINES: dict[tuple, Table] = {}  # (dim, device, dtype) -> the longest table so 
 _STEPS: dict[tuple, Table] = {}  # (dim, step, device, dtype) -> likewise, every step-th row, one value a pair
 _PLANES: dict[tuple, Table] = {}  # (dim, rows, columns, device, dtype) -> table, the most recent last
 _PLANES_KEPT = 32
+_FACTORS: dict[tuple, Factors] = {}  # (dim, n, grid, step, device, dtype) -> the first so many, for good: short, or views
+_FACTORS_KEPT = 1024
 _RETIRED: list[Table] = []  # replaced on a CUDA device: a recorded graph may still read them. Growth doubles, so they are few
 
 
@@ -170,10 +190,15 @@ def _keep(tables: dict[tuple, Table], key: tuple, compute: Callable[..., Table],
         made = compute(*args)
     if type(made.cos) is Tensor:  # a fake or wrapped tensor must not be left for others
         _retire(tables.get(key), made.cos.device)
-        if made.cos.is_cuda:
-            torch.cuda.current_stream(made.cos.device).synchronize()  # other streams will read it without waiting
+        _settle(made.cos.device)
         tables[key] = made
     return made
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for what was just made: other streams will read it without waiting."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _retire(table: Table | None, device: torch.device) -> None:

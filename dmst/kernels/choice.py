@@ -101,11 +101,17 @@ def machine_problem(device: str, index: int, fused: bool) -> str:
     problem = triton_problem()
     if problem or device != "cuda":
         return problem
+    return _card_problem(index, torch.cuda.is_available, torch.cuda.get_device_capability)
+
+
+@functools.cache
+def _card_problem(index: int, is_available: Callable[[], bool], capability: Callable[[int], tuple[int, int]]) -> str:
+    """Asked of torch once: its answers take as long as a kernel."""
     if torch.version.hip:
         return "the fused kernels are measured on NVIDIA devices only"
-    if not torch.cuda.is_available():
+    if not is_available():
         return "this torch sees no CUDA device"
-    if torch.cuda.get_device_capability(index) < OLDEST_DEVICE:
+    if capability(index) < OLDEST_DEVICE:
         return f"fused kernels need compute capability {OLDEST_DEVICE[0]}.{OLDEST_DEVICE[1]} or newer"
     return ""
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-STEP = 32  # tokens in one rotary step: a block of the score kernels at width 32 and more
+STEP = 32  # tokens in one rotary step: a tile of the score kernels lies within one
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
-ASSIGN_PROGRAMS = 96  # rows of partial sums for the gradient of `assign`
+ASSIGN_PROGRAMS = 176  # rows of partial sums for the gradient of `assign`
 FOLDED = 4  # samples at most, each with an output product of its own
 WIDEST = 128  # of one head
 MOST_HEADS = 64
@@ -51,11 +51,12 @@ def sweep(b: int, n: int, k: int, p: int) -> Sweep:
 def whole(b: int, n: int, k: int, p: int) -> Sweep | None:
     """Each sample in one program for its heads, twice over its tokens; None where there are too few samples for that."""
     width = power_of_two(p)
-    heads = max(1, min(power_of_two(k), 128 // width))
-    if b * over(k, heads) < PROGRAMS // 2:
-        return None
-    tokens = max(1, min(power_of_two(n), 8192 // (heads * width)))
-    return Sweep(heads, width, tokens, 1, over(n, tokens) * tokens, warps=4, stages=3)
+    for columns, programs in ((256, PROGRAMS), (128, PROGRAMS // 2)):
+        heads = max(1, min(power_of_two(k), columns // width))
+        if b * over(k, heads) >= programs:
+            tokens = max(1, min(power_of_two(n), 8192 // (heads * width)))
+            return Sweep(heads, width, tokens, 1, over(n, tokens) * tokens, warps=4, stages=3)
+    return None
 
 
 def by_position(b: int, k: int, dtype: torch.dtype, turned: bool) -> bool:
@@ -64,34 +65,23 @@ def by_position(b: int, k: int, dtype: torch.dtype, turned: bool) -> bool:
 
 
 class Tile(NamedTuple):
-    """Of tokens and channels, for the kernels of the scores: blocks of rows, a thread for eight channels of a row in each."""
+    """Of tokens and channels, for the kernels of the scores: a thread has eight neighbouring channels of a few tokens."""
 
-    blocks: int
-    rows: int
+    tokens: int
     channels: int
     warps: int
-    stages: int = 1
-
-    @property
-    def tokens(self) -> int:
-        return self.blocks * self.rows
 
 
-def _tile(d: int, blocks: int, channels: int, warps: int, stages: int = 1) -> Tile:
-    channels = min(channels, max(8, power_of_two(d)))
-    return Tile(blocks, warps * 256 // channels, channels, warps, stages)
-
-
-def score(n: int, d: int) -> Tile:
-    return _tile(d, blocks=2 if n < 512 else 4, channels=32, warps=4)
+def score(d: int) -> Tile:
+    return Tile(32, min(64, max(8, power_of_two(d))), 2)
 
 
 def into_tokens(d: int) -> Tile:
-    return _tile(d, blocks=4, channels=32, warps=4)
+    return Tile(16, min(128, max(8, power_of_two(d))), 4)
 
 
 def into_assign(d: int) -> Tile:
-    return _tile(d, blocks=1, channels=32, warps=4, stages=1)
+    return Tile(8, min(64, max(8, power_of_two(d))), 2)
 
 
 class Batch(NamedTuple):

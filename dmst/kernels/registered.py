@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from dmst.kernels.fused import layer
 from dmst.kernels.fused.layer import Kept
 from dmst.kernels.reference import Steps
 
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))  # a subclass may have no memory to give to a kernel
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}  # a subclass may have no memory to give to a kernel
 W, T, KEPT = len(Weights._fields), 4, len(Kept._fields)
 _INPUTS = ", ".join(
     ["Tensor z", "Tensor subspace", *(f"Tensor? {name}" for name in Weights._fields[1:])]
@@ -54,7 +55,7 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
     if weights.assign is not None:
         _, n, d = z.shape
         factors = rotary.factors(form.rotary, d, n, grid, step=plan.STEP, device=z.device, dtype=torch.float32)
-    if watched.traced() or watched.dispatched() or any(type(t) not in _PLAIN for t in (z, *weights)):
+    if watched.traced() or watched.dispatched() or not _PLAIN.issuperset(map(type, (z, *weights))):
         return torch.ops.dmst.attend(z, *weights, *_tables(factors), form.text, _step(factors), dtype)[0]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
         return _Eager.apply(z, *weights, form, factors, dtype)
@@ -72,8 +73,7 @@ def _step(factors: rotary.Factors | None) -> int:
 def _run_forward(
     z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype
 ) -> tuple[Tensor, Kept]:
-    call = (z, weights, form, factors, dtype)
-    return _attempt(functools.partial(layer.forward, *call), functools.partial(_plain_forward, *call), z, form, dtype)
+    return _attempt(layer.forward, _plain_forward, (z, weights, form, factors, dtype), z, form, dtype)
 
 
 def _run_backward(
@@ -83,9 +83,15 @@ def _run_backward(
     """dz and the gradient of each weight, None where it is not asked for."""
     wants_z, *wanted = asked
     call = (dout, z, weights, form, factors, dtype, kept, Weights(*wanted), wants_z)  # type: ignore[arg-type]
-    dz, grads = _attempt(functools.partial(layer.backward, *call), functools.partial(_plain_backward, *call), z, form, dtype)
-    named = ((grads.get(name), weight) for name, weight in zip(Weights._fields, weights, strict=True))
-    return dz, *(None if g is None or w is None else g.to(w.dtype).reshape(w.shape) for g, w in named)
+    dz, grads = _attempt(layer.backward, _plain_backward, call, z, form, dtype)
+    return dz, *(_like(grads.get(name), weight) for name, weight in zip(Weights._fields, weights, strict=True))
+
+
+def _like(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    if grad is None or weight is None:
+        return None
+    same = grad.dtype == weight.dtype and grad.shape == weight.shape
+    return grad if same else grad.to(weight.dtype).reshape(weight.shape)
 
 
 class _Eager(torch.autograd.Function):
@@ -148,18 +154,19 @@ def _unpack(arguments: tuple[Any, ...], z: Tensor) -> tuple[Weights, rotary.Fact
 _broken: set[tuple] = set()
 
 
-def _attempt(fused: Callable[[], Any], plain: Callable[[], Any], z: Tensor, form: Form, dtype: torch.dtype) -> Any:
-    key = (form, z.shape[-1], z.dtype, dtype, z.device)
-    if not z.numel() or key in _broken:
-        return plain()
+def _attempt(
+    fused: Callable[..., Any], plain: Callable[..., Any], call: tuple, z: Tensor, form: Form, dtype: torch.dtype
+) -> Any:
+    if not z.numel() or (_broken and _key(z, form, dtype) in _broken):
+        return plain(*call)
     try:
-        with torch.cuda.device_of(z):  # Triton launches on the current device
-            return fused()
+        with _device_of(z):
+            return fused(*call)
     except Exception as error:  # the compiler has many ways to fail, and each means the same here
         if "out of memory" in str(error).lower():
             raise
-        result = plain()  # what is wrong with the call itself is raised from here, and blames no kernel
-        _broken.add(key)
+        result = plain(*call)  # what is wrong with the call itself is raised from here, and blames no kernel
+        _broken.add(_key(z, form, dtype))
         first = (str(error).strip() or "no message").splitlines()[0]
         warnings.warn(
             f"The fused kernel does not work here for tokens {tuple(z.shape)} in {z.dtype}, {form.num_heads} heads "
@@ -168,6 +175,16 @@ def _attempt(fused: Callable[[], Any], plain: Callable[[], Any], z: Tensor, form
             stacklevel=2,
         )
         return result
+
+
+def _key(z: Tensor, form: Form, dtype: torch.dtype) -> tuple:
+    return form, z.shape[-1], z.dtype, dtype, z.device
+
+
+def _device_of(z: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device: no context at all where it is that of z."""
+    index = z.get_device()
+    return nullcontext() if index < 0 or index == torch.cuda.current_device() else torch.cuda.device(index)
 
 
 def _grid(z: Tensor, form: Form, factors: rotary.Factors | None) -> tuple[int, int] | None:

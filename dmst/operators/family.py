@@ -72,22 +72,27 @@ class TokenStatistics(Operator):
         """The tensors of the layer, as they enter the products."""
         subspace, assign, out = self.subspace, self.assign, self.out
         return Weights(
-            subspace=subspace.basis() if isinstance(subspace, OrthonormalLinear) else subspace.weight,
-            subspace_bias=subspace.bias,
-            assign=None if assign is None else assign.weight,
-            assign_bias=None if assign is None else assign.bias,
-            out=None if out is None else out.weight,
-            out_bias=None if out is None else out.bias,
-            temperature=self.temperature,
-            theta=None if self.theta is None else F.softplus(self.theta),
+            subspace.basis() if isinstance(subspace, OrthonormalLinear) else subspace.weight,
+            subspace.bias,
+            None if assign is None else assign.weight,
+            None if assign is None else assign.bias,
+            None if out is None else out.weight,
+            None if out is None else out.bias,
+            self.temperature,
+            None if self.theta is None else F.softplus(self.theta),
         )
+
+    def _a_weight(self) -> Tensor:
+        return self.subspace.weight
 
     def subspaces(self) -> Tensor:
         return rearrange(self.weights().subspace, "(k p) d -> k d p", k=self.num_heads)
 
     def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
         self.check(z)
-        return self.proj_drop(kernels.attend(z, self.weights(), self.form, grid=grid))
+        out, drop = kernels.attend(z, self.weights(), self.form, grid=grid), self.proj_drop
+        idle = type(drop) is nn.Dropout and not (drop.p or drop._forward_hooks or drop._forward_pre_hooks)
+        return out if idle else drop(out)
 
     def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
         """The very steps that `forward` takes, in plain torch, every head."""

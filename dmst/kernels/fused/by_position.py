@@ -2,7 +2,6 @@
 
     rot_k(n)    = rot_n^T assign_k                                      once for all samples, (n, k, d)
     l_bnk       = <z_bn, rot_k(n)> + bias                               for each position a product over the batch
-    dz_bn       = (dS W_in)_bn + sum_k dscores_bnk rot_k(n)
     dassign_k   = sum_n rot_n sum_b dscores_bnk z_bn
 
 With k heads and b samples this rotates k rows a position in place of b. The tokens go to the tensor cores as they are. A weight
@@ -15,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmst.kernels.fused.turn import load_pairs, turns
+from dmst.kernels.fused.turn import turns, weight_pairs
 
 
 @triton.jit
@@ -27,8 +26,7 @@ def rotated_kernel(
     position = tl.program_id(0)
     head = tl.arange(0, HEADS)
     pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
-    real = (head[:, None] < K) & (pair[None, :] < D // 2)
-    even, odd = load_pairs(assign_ptr, head[:, None], pair[None, :], real, ASSIGN, D, False)
+    even, odd = weight_pairs(assign_ptr, head[:, None], pair[None, :], ASSIGN, D, K, False)
     cos, sin = turns(far_cos, far_sin, near_cos, near_sin, position // step, position % step, pair[None, :], D // 2, False)
     even, odd = even * cos + odd * sin, odd * cos - even * sin
     x = tl.reshape(tl.join(even, odd), (HEADS, 2 * PAIRS))
@@ -79,31 +77,6 @@ def _whole_dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K: tl.cons
     if GATED:
         value += tl.load(dpooled_ptr + sample[:, None] * K + head[None, :], mask=some, other=0.0)
     return value
-
-
-@triton.jit
-def position_tokens_kernel(
-    rotated_ptr, dscores_ptr, dpooled_ptr, product_ptr, dz_ptr, b, n,
-    D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, SAMPLES: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """dz = product + sum_k dscores_k rot_k: leading x leading, leading x second, remaining x leading."""
-    position = tl.program_id(0)
-    sample = tl.program_id(1) * SAMPLES + tl.arange(0, SAMPLES)
-    row = sample.to(tl.int64) * n + position
-    here = sample < b
-    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    full = here[:, None] & (channel[None, :] < D)
-    at = row[:, None] * D + channel[None, :]
-    product = tl.load(product_ptr + at, mask=full, other=0.0)
-    slot = tl.arange(0, 4 * HEADS)
-    dscores = _whole_dscores(dscores_ptr, dpooled_ptr, sample, row, here, slot % HEADS, K, GATED)
-    leading = dscores.to(rotated_ptr.dtype.element_ty)
-    terms = tl.where(slot[None, :] < 2 * HEADS, leading, (dscores - leading.to(tl.float32)).to(leading.dtype))
-    real = (slot[:, None] < 3 * HEADS) & (channel[None, :] < D)
-    which = tl.where(slot < 2 * HEADS, slot, slot % HEADS)
-    w_at = rotated_ptr + (position * 3 * HEADS + which[:, None]).to(tl.int64) * D + channel[None, :]
-    dz = tl.dot(terms, tl.load(w_at, mask=real, other=0.0))
-    tl.store(dz_ptr + at, (product.to(tl.float32) + dz).to(dz_ptr.dtype.element_ty), mask=full)
 
 
 @triton.jit

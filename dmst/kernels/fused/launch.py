@@ -98,13 +98,13 @@ class Launched(JITFunction):
         )
 
     def _remember(self, key: tuple, kernel: Any, positions: int, constants: dict[str, Any]) -> Any:
-        """Only where the arguments by position are those that are no constants, and the keywords all the others."""
-        after = [parameter.name for parameter in self.params[positions:]]
+        """Only where the arguments by position are those that are no constants, and the keywords or defaults all the others."""
+        after = self.params[positions:]
         in_order = [parameter.is_constexpr for parameter in self.params] == [False] * positions + [True] * len(after)
-        if in_order and type(kernel) is CompiledKernel and constants.keys() >= set(after):
+        if in_order and type(kernel) is CompiledKernel:
             if len(self.remembered) >= MOST:
                 self.remembered.clear()
-            rest = tuple(constants[name] for name in after)
+            rest = tuple(constants.get(parameter.name, parameter.default) for parameter in after)
             read = [(names, name, names.get(name)) for (name, _), (_, names) in self.used_global_vals.items()]
             self.remembered[key] = (kernel, kernel.run, kernel.function, kernel.packed_metadata, rest, read)
         return kernel

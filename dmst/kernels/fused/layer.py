@@ -22,7 +22,6 @@ from dmst.kernels.fused.adjoint import adjoint_kernel
 from dmst.kernels.fused.by_position import (
     position_assign_kernel,
     position_score_kernel,
-    position_tokens_kernel,
     rotated_kernel,
 )
 from dmst.kernels.fused.columns import columns_kernel
@@ -184,11 +183,15 @@ def _turn_arguments(factors: rotary.Factors | None, unused: Tensor) -> tuple[Any
     return (unused,) * 4 if factors is None else (*factors.far, *factors.near)
 
 
+def _step(factors: rotary.Factors | None) -> int:
+    return 1 if factors is None else factors.step
+
+
 def _turned(d: int, tile: plan.Tile, factors: rotary.Factors | None) -> dict[str, Any]:
     """What the kernels that rotate have in common."""
     return {
-        "D": d, "BLOCKS": tile.blocks, "ROWS": tile.rows, "CHANNELS": tile.channels, "num_warps": tile.warps,
-        "ROTARY": factors is not None, "LEVEL": factors is not None and factors.step == tile.rows,
+        "D": d, "TOKENS": tile.tokens, "CHANNELS": tile.channels, "num_warps": tile.warps,
+        "ROTARY": factors is not None, "LEVEL": factors is not None and factors.step % tile.tokens == 0,
     }  # fmt: skip
 
 
@@ -216,19 +219,19 @@ def _position_score(z: Tensor, weights: Weights, form: Form, factors: rotary.Fac
     k = form.num_heads
     out = torch.empty(b, n, k, device=z.device, dtype=F32)
     scores = torch.empty_like(out) if form.gate is not None else None
-    tile = plan.position_score(b, d)
-    position_score_kernel[(n, over(b, tile.samples))](
+    batch = plan.position_score(b, d)
+    position_score_kernel[(n, over(b, batch.samples))](
         z, _rotated(z, weights, form, factors), weights.assign_bias, out, scores, b, n,
-        D=d, K=k, HEADS=max(8, plan.power_of_two(k)), SAMPLES=tile.samples, CHANNELS=tile.channels,
+        D=d, K=k, HEADS=max(8, plan.power_of_two(k)), SAMPLES=batch.samples, CHANNELS=batch.channels,
         BIAS=weights.assign_bias is not None, SIGMOID=form.membership == "sigmoid", SUMS=scores is not None,
-        STAGES=3, num_warps=tile.warps,
+        STAGES=3, num_warps=batch.warps,
     )  # fmt: skip
     return out, scores
 
 
 def _score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None) -> tuple[Tensor, Tensor | None]:
     b, n, d = z.shape
-    k, tile = form.num_heads, plan.score(n, d)
+    k, tile = form.num_heads, plan.score(d)
     assert weights.assign is not None
     if _by_position(z, form, factors):
         return _position_score(z, weights, form, factors)
@@ -239,9 +242,9 @@ def _score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | No
     assign, assign_kind = words(weights.assign)
     score_kernel[(b * tiles, over(k, GROUP))](
         tokens, assign, weights.assign_bias, *_turn_arguments(factors, z), out, sums,
-        n, 1 if factors is None else factors.step, tiles,
+        n, _step(factors), tiles,
         K=k, Z=token_kind, ASSIGN=assign_kind, BIAS=weights.assign_bias is not None,
-        SIGMOID=form.membership == "sigmoid", SUMS=sums is not None, **_turned(d, tile, factors),
+        SIGMOID=form.membership == "sigmoid", SUMS=sums is not None, maxnreg=128, **_turned(d, tile, factors),
     )  # fmt: skip
     return out, sums
 
@@ -378,7 +381,6 @@ def _score_adjoint(
     b, n, d = z.shape
     k = form.num_heads
     assert weights.assign is not None
-    turn, step = _turn_arguments(factors, z), 1 if factors is None else factors.step
     dpooled = None
     if dgate is not None:
         dpooled = torch.empty_like(dgate)
@@ -386,20 +388,8 @@ def _score_adjoint(
             dgate, kept.pooled, dpooled, n, form.gate_scale,
             K=k, ALL=plan.power_of_two(k), GATE=GATES[form.gate], ACTIVE=form.max_active_heads or 0, num_warps=1,
         )  # fmt: skip
-    if _by_position(z, form, factors):
-        return _position_adjoint(z, flow, weight_in, dscores, dpooled, weights, form, factors, wanted, wants_z, grads)
     if wanted.assign:
-        tile = plan.into_assign(d)
-        tiles = over(n, tile.tokens)
-        run = over(b * tiles, plan.ASSIGN_PROGRAMS)
-        programs = over(b * tiles, run)
-        part = torch.empty(programs, k, d, device=z.device, dtype=F32)
-        tokens, token_kind = words(z)
-        into_assign_kernel[(programs, over(d, tile.channels), over(k, GROUP))](
-            tokens, dscores, dpooled, *turn, part, n, step, tiles, run, b * tiles,
-            K=k, Z=token_kind, GATED=dpooled is not None, STAGES=tile.stages, **_turned(d, tile, factors),
-        )  # fmt: skip
-        grads["assign"] = part.sum(0)
+        grads["assign"] = _assign_adjoint(z, dscores, dpooled, form, factors)
     if wanted.assign_bias:
         grads["assign_bias"] = dscores.sum((0, 1)) + (0 if dpooled is None else n * dpooled.sum(0))
     if not wants_z:
@@ -410,37 +400,33 @@ def _score_adjoint(
     tiles = over(n, tile.tokens)
     assign, assign_kind = words(weights.assign)
     into_tokens_kernel[(b * tiles, over(d, tile.channels))](
-        assign, dscores, dpooled, product, *turn, dz, n, step, tiles,
+        assign, dscores, dpooled, product, *_turn_arguments(factors, z), dz, n, _step(factors), tiles,
         K=k, ASSIGN=assign_kind, GATED=dpooled is not None, **_turned(d, tile, factors),
     )  # fmt: skip
     return dz
 
 
-def _position_adjoint(
-    z: Tensor, flow: Tensor, weight_in: Tensor, dscores: Tensor, dpooled: Tensor | None, weights: Weights, form: Form,
-    factors: rotary.Factors | None, wanted: Weights, wants_z: bool, grads: dict[str, Tensor],
-) -> Tensor | None:  # fmt: skip
-    """`_score_adjoint` with rotated weights."""
-    assert factors is not None
+def _assign_adjoint(z: Tensor, dscores: Tensor, dpooled: Tensor | None, form: Form, factors: rotary.Factors | None) -> Tensor:
     b, n, d = z.shape
     k = form.num_heads
-    common: dict[str, Any] = {"D": d, "K": k, "HEADS": max(8, plan.power_of_two(k)), "GATED": dpooled is not None}
-    tile = plan.position_adjoint(b, d)
-    if wanted.assign:
+    if _by_position(z, form, factors):
+        assert factors is not None
+        batch = plan.position_adjoint(b, d)
         part = torch.empty(n, k, d, device=z.device, dtype=F32)
-        position_assign_kernel[(n, over(d, tile.channels))](
+        position_assign_kernel[(n, over(d, batch.channels))](
             z, dscores, dpooled, *factors.far, *factors.near, part, b, n, factors.step,
-            SAMPLES=tile.samples, CHANNELS=tile.channels, STAGES=3, num_warps=tile.warps, **common,
+            D=d, K=k, HEADS=max(8, plan.power_of_two(k)), GATED=dpooled is not None,
+            SAMPLES=batch.samples, CHANNELS=batch.channels, STAGES=3, num_warps=batch.warps,
         )  # fmt: skip
-        grads["assign"] = part.sum(0)
-    if wanted.assign_bias:
-        grads["assign_bias"] = dscores.sum((0, 1)) + (0 if dpooled is None else n * dpooled.sum(0))
-    if not wants_z:
-        return None
-    product = flow @ weight_in
-    dz = product.view_as(z) if product.dtype == z.dtype else torch.empty_like(z)
-    position_tokens_kernel[(n, over(b, tile.samples), over(d, tile.channels))](
-        _rotated(z, weights, form, factors), dscores, dpooled, product, dz, b, n,
-        SAMPLES=tile.samples, CHANNELS=tile.channels, num_warps=tile.warps, **common,
+        return part.sum(0)
+    tile = plan.into_assign(d)
+    tiles = over(n, tile.tokens)
+    run = over(b * tiles, plan.ASSIGN_PROGRAMS)
+    programs = over(b * tiles, run)
+    part = torch.empty(programs, k, d, device=z.device, dtype=F32)
+    tokens, token_kind = words(z)
+    into_assign_kernel[(programs, over(d, tile.channels), over(k, GROUP))](
+        tokens, dscores, dpooled, *_turn_arguments(factors, z), part, n, _step(factors), tiles, run, b * tiles,
+        K=k, Z=token_kind, GATED=dpooled is not None, **_turned(d, tile, factors),
     )  # fmt: skip
-    return dz
+    return part.sum(0)

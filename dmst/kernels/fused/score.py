@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmst.kernels.fused.turn import four, load_pairs, places, turns
+from dmst.kernels.fused.turn import fetch, four, places, turns, unpack, weight_pairs
 
 GROUP = 8  # heads of one program
 
@@ -22,9 +22,9 @@ GROUP = 8  # heads of one program
 def _add(total, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, head, pair, D: tl.constexpr, K: tl.constexpr,
          LANES: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """total + sum over the pairs of even w_even + odd w_odd, for one head."""
-    even, odd = load_pairs(assign_ptr, head, pair, (2 * pair < D) & (head < K), KIND, D, D % (8 * LANES) == 0 and K % 8 == 0)
-    w0, w1, w2, w3 = four(even, 1, 1, LANES)
-    v0, v1, v2, v3 = four(odd, 1, 1, LANES)
+    even, odd = weight_pairs(assign_ptr, head, pair, KIND, D, K, D % (8 * LANES) == 0 and K % 8 == 0)
+    w0, w1, w2, w3 = four(even, 1, LANES)
+    v0, v1, v2, v3 = four(odd, 1, LANES)
     total = tl.fma(e0, tl.broadcast_to(w0, total.shape), total)
     total = tl.fma(o0, tl.broadcast_to(v0, total.shape), total)
     total = tl.fma(e1, tl.broadcast_to(w1, total.shape), total)
@@ -37,15 +37,15 @@ def _add(total, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, head, pair, D: tl.co
 
 @triton.jit
 def _column(total, which, slot):
-    """The sums over the lanes of `total` as column `which` of a table (blocks, rows, slots) that is 0 elsewhere."""
-    return tl.where(slot == which, tl.sum(total, 2)[:, :, None], 0.0)
+    """The sums over the lanes of `total` as column `which` of a table (tokens, slots) that is 0 elsewhere."""
+    return tl.where(slot == which, tl.sum(total, 1)[:, None], 0.0)
 
 
 @triton.jit
 def score_kernel(
     z_ptr, assign_ptr, bias_ptr, far_cos, far_sin, near_cos, near_sin, out_ptr, sum_ptr,
     n, step, tiles,
-    D: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, Z: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, Z: tl.constexpr,
     ASSIGN: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -54,20 +54,23 @@ def score_kernel(
     EVEN: tl.constexpr = D % CHANNELS == 0
     sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     first_head = tl.program_id(1) * 8
-    token, far, near = places(tile, n, step, BLOCKS, ROWS, LEVEL)
+    token, far, near = places(tile, n, step, TOKENS, LEVEL)
     here = token < n
     row = sample * n + token
-    a0 = tl.zeros((BLOCKS, ROWS, LANES), tl.float32)
+    a0 = tl.zeros((TOKENS, LANES), tl.float32)
     a1, a2, a3, a4, a5, a6, a7 = a0, a0, a0, a0, a0, a0, a0
+    pair = tl.arange(0, PAIRS)[None, :]
+    now = fetch(z_ptr, row, pair, here & (2 * pair < D), Z, D)
     for first in tl.range(0, D, CHANNELS, num_stages=1):
-        pair = first // 2 + tl.arange(0, PAIRS)[None, None, :]
-        real = here if EVEN else here & (2 * pair < D)
-        even, odd = load_pairs(z_ptr, row, pair, real, Z, D, False)
+        pair = first // 2 + tl.arange(0, PAIRS)[None, :]
+        ahead = fetch(z_ptr, row, pair + PAIRS, here & (2 * pair + CHANNELS < D), Z, D)  # on its way during the arithmetic
+        even, odd = unpack(now[0], now[1], Z)
+        now = ahead
         if ROTARY:
             cos, sin = turns(far_cos, far_sin, near_cos, near_sin, far, near, pair, D // 2, EVEN)
             even, odd = even * cos - odd * sin, odd * cos + even * sin
-        e0, e1, e2, e3 = four(even, BLOCKS, ROWS, LANES)
-        o0, o1, o2, o3 = four(odd, BLOCKS, ROWS, LANES)
+        e0, e1, e2, e3 = four(even, TOKENS, LANES)
+        o0, o1, o2, o3 = four(odd, TOKENS, LANES)
         a0 = _add(a0, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, first_head, pair, D, K, LANES, ASSIGN)
         if K > 1:
             a1 = _add(a1, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, first_head + 1, pair, D, K, LANES, ASSIGN)
@@ -83,14 +86,14 @@ def score_kernel(
             a6 = _add(a6, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, first_head + 6, pair, D, K, LANES, ASSIGN)
         if K > 7:
             a7 = _add(a7, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, first_head + 7, pair, D, K, LANES, ASSIGN)
-    slot = tl.arange(0, 8)[None, None, :]
+    slot = tl.arange(0, 8)[None, :]
     scores = _column(a0, 0, slot) + _column(a1, 1, slot) + _column(a2, 2, slot) + _column(a3, 3, slot)
     scores += _column(a4, 4, slot) + _column(a5, 5, slot) + _column(a6, 6, slot) + _column(a7, 7, slot)
     head = first_head + slot
     if BIAS:
         scores += tl.load(bias_ptr + head, mask=head < K, other=0.0).to(tl.float32)
     if SUMS:
-        total = tl.sum(tl.sum(tl.where(here, scores, 0.0), 0), 0)
+        total = tl.sum(tl.where(here, scores, 0.0), 0)
         which = first_head + tl.arange(0, 8)
         tl.store(sum_ptr + (sample * tiles + tile) * K + which, total, mask=which < K)
     value = tl.sigmoid(scores) if SIGMOID else scores

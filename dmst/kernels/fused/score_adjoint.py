@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from dmst.kernels.fused.gate import pull_back
-from dmst.kernels.fused.turn import beside, four, load_pairs, places, row_of, turns
+from dmst.kernels.fused.turn import beside, fetch, four, places, turns, unpack, weight_pairs
 
 
 @triton.jit
@@ -32,17 +32,17 @@ def gate_adjoint_kernel(
 @triton.jit
 def _dscores(
     dscores_ptr, dpooled_ptr, sample, row, here, first_head,
-    K: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
+    K: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Of eight heads, (blocks, rows, lanes) each, the same in every lane; 0 for heads that do not exist."""
-    head = first_head + tl.arange(0, 4 * LANES)[None, None, :] % 4
+    """Of eight heads, (tokens, lanes) each, the same in every lane; 0 for heads that do not exist."""
+    head = first_head + tl.arange(0, 4 * LANES)[None, :] % 4
     low = tl.load(dscores_ptr + row * K + head, mask=here & (head < K), other=0.0)
     high = tl.load(dscores_ptr + row * K + head + 4, mask=here & (head + 4 < K), other=0.0)
     if GATED:
         low += tl.load(dpooled_ptr + sample * K + head, mask=head < K, other=0.0)
         high += tl.load(dpooled_ptr + sample * K + head + 4, mask=head + 4 < K, other=0.0)
-    d0, d1, d2, d3 = four(low, BLOCKS, ROWS, LANES)
-    d4, d5, d6, d7 = four(high, BLOCKS, ROWS, LANES)
+    d0, d1, d2, d3 = four(low, TOKENS, LANES)
+    d4, d5, d6, d7 = four(high, TOKENS, LANES)
     return d0, d1, d2, d3, d4, d5, d6, d7
 
 
@@ -50,9 +50,9 @@ def _dscores(
 def _add(e0, e1, e2, e3, o0, o1, o2, o3, dscore, assign_ptr, head, pair, D: tl.constexpr, K: tl.constexpr,
          LANES: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """The pairs of each token, and dscore w added to them, for one head."""
-    even, odd = load_pairs(assign_ptr, head, pair, (2 * pair < D) & (head < K), KIND, D, D % (8 * LANES) == 0 and K % 8 == 0)
-    w0, w1, w2, w3 = four(even, 1, 1, LANES)
-    v0, v1, v2, v3 = four(odd, 1, 1, LANES)
+    even, odd = weight_pairs(assign_ptr, head, pair, KIND, D, K, D % (8 * LANES) == 0 and K % 8 == 0)
+    w0, w1, w2, w3 = four(even, 1, LANES)
+    v0, v1, v2, v3 = four(odd, 1, LANES)
     e0, o0 = tl.fma(dscore, tl.broadcast_to(w0, e0.shape), e0), tl.fma(dscore, tl.broadcast_to(v0, e0.shape), o0)
     e1, o1 = tl.fma(dscore, tl.broadcast_to(w1, e0.shape), e1), tl.fma(dscore, tl.broadcast_to(v1, e0.shape), o1)
     e2, o2 = tl.fma(dscore, tl.broadcast_to(w2, e0.shape), e2), tl.fma(dscore, tl.broadcast_to(v2, e0.shape), o2)
@@ -64,25 +64,25 @@ def _add(e0, e1, e2, e3, o0, o1, o2, o3, dscore, assign_ptr, head, pair, D: tl.c
 def into_tokens_kernel(
     assign_ptr, dscores_ptr, dpooled_ptr, product_ptr, far_cos, far_sin, near_cos, near_sin, dz_ptr,
     n, step, tiles,
-    D: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
     ASSIGN: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     PAIRS: tl.constexpr = CHANNELS // 2
     LANES: tl.constexpr = PAIRS // 4
     EVEN: tl.constexpr = D % CHANNELS == 0
     sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    token, far, near = places(tile, n, step, BLOCKS, ROWS, LEVEL)
+    token, far, near = places(tile, n, step, TOKENS, LEVEL)
     here = token < n
     row = sample * n + token
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, None, :]
-    pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)[None, None, :]
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)[None, :]
     full = here if EVEN else here & (channel < D)
     product = tl.load(product_ptr + row * D + channel, mask=full, other=0.0, eviction_policy="evict_first")
-    e0 = tl.zeros((BLOCKS, ROWS, LANES), tl.float32)
+    e0 = tl.zeros((TOKENS, LANES), tl.float32)
     e1, e2, e3, o0, o1, o2, o3 = e0, e0, e0, e0, e0, e0, e0
     for head in tl.range(0, K, 8, num_stages=1):
         d0, d1, d2, d3, d4, d5, d6, d7 = _dscores(
-            dscores_ptr, dpooled_ptr, sample, row, here, head, K, BLOCKS, ROWS, LANES, GATED
+            dscores_ptr, dpooled_ptr, sample, row, here, head, K, TOKENS, LANES, GATED
         )
         e0, e1, e2, e3, o0, o1, o2, o3 = _add(
             e0, e1, e2, e3, o0, o1, o2, o3, d0, assign_ptr, head, pair, D, K, LANES, ASSIGN
@@ -115,78 +115,72 @@ def into_tokens_kernel(
             e0, e1, e2, e3, o0, o1, o2, o3 = _add(
                 e0, e1, e2, e3, o0, o1, o2, o3, d7, assign_ptr, head + 7, pair, D, K, LANES, ASSIGN
             )
-    even, odd = beside(e0, e1, e2, e3, BLOCKS, ROWS, LANES), beside(o0, o1, o2, o3, BLOCKS, ROWS, LANES)
+    even, odd = beside(e0, e1, e2, e3, TOKENS, LANES), beside(o0, o1, o2, o3, TOKENS, LANES)
     if ROTARY:
         cos, sin = turns(far_cos, far_sin, near_cos, near_sin, far, near, pair, D // 2, EVEN)
         even, odd = even * cos + odd * sin, odd * cos - even * sin
-    dz = product.to(tl.float32) + tl.reshape(tl.join(even, odd), (BLOCKS, ROWS, CHANNELS))
+    dz = product.to(tl.float32) + tl.reshape(tl.join(even, odd), (TOKENS, CHANNELS))
     tl.store(dz_ptr + row * D + channel, dz.to(dz_ptr.dtype.element_ty), mask=full)
 
 
 @triton.jit
-def _share(even_sum, odd_sum, even, odd, dscore, BLOCKS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+def _share(even_sum, odd_sum, even, odd, dscore, TOKENS: tl.constexpr, LANES: tl.constexpr):
     """The sums of one head, and dscore times this tile added to them."""
-    wide = tl.reshape(tl.broadcast_to(dscore[:, :, :, None], (BLOCKS, ROWS, LANES, 4)), (BLOCKS, ROWS, 4 * LANES))
+    wide = tl.reshape(tl.broadcast_to(dscore[:, :, None], (TOKENS, LANES, 4)), (TOKENS, 4 * LANES))
     return tl.fma(wide, even, even_sum), tl.fma(wide, odd, odd_sum)
 
 
 @triton.jit
 def _leave(dassign_ptr, even_sum, odd_sum, head, pair, D: tl.constexpr, K: tl.constexpr):
     at = dassign_ptr + head * D + 2 * pair
-    tl.store(at, tl.sum(tl.sum(even_sum, 0), 0), mask=(head < K) & (2 * pair < D))
-    tl.store(at + 1, tl.sum(tl.sum(odd_sum, 0), 0), mask=(head < K) & (2 * pair + 1 < D))
+    tl.store(at, tl.sum(even_sum, 0), mask=(head < K) & (2 * pair < D))
+    tl.store(at + 1, tl.sum(odd_sum, 0), mask=(head < K) & (2 * pair + 1 < D))
 
 
 @triton.jit
 def into_assign_kernel(
     z_ptr, dscores_ptr, dpooled_ptr, far_cos, far_sin, near_cos, near_sin, dassign_ptr,
     n, step, tiles, run, last_tile,
-    D: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, Z: tl.constexpr,
-    ROTARY: tl.constexpr, LEVEL: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, Z: tl.constexpr,
+    ROTARY: tl.constexpr, LEVEL: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     PAIRS: tl.constexpr = CHANNELS // 2
     LANES: tl.constexpr = PAIRS // 4
     EVEN: tl.constexpr = D % CHANNELS == 0
     first_head = tl.program_id(2) * 8
-    pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)[None, None, :]
-    e0 = tl.zeros((BLOCKS, ROWS, PAIRS), tl.float32)
+    pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)[None, :]
+    e0 = tl.zeros((TOKENS, PAIRS), tl.float32)
     e1, e2, e3, e4, e5, e6, e7 = e0, e0, e0, e0, e0, e0, e0
     o0, o1, o2, o3, o4, o5, o6, o7 = e0, e0, e0, e0, e0, e0, e0, e0
     begin = tl.program_id(0) * run
     sample, tile = (begin // tiles).to(tl.int64), begin % tiles
-    if ROTARY and LEVEL:  # the same for every tile
-        _, _, near = places(tile, n, step, BLOCKS, ROWS, LEVEL)
-        nc, ns = row_of(near_cos, near_sin, near, pair, D // 2, EVEN)
-    for _ in tl.range(begin, tl.minimum(begin + run, last_tile), num_stages=STAGES):
-        token, far, near = places(tile, n, step, BLOCKS, ROWS, LEVEL)
+    for _ in tl.range(begin, tl.minimum(begin + run, last_tile), num_stages=1):
+        token, far, near = places(tile, n, step, TOKENS, LEVEL)
         here = token < n
         row = sample * n + token
-        real = here if EVEN else here & (2 * pair < D)
-        even, odd = load_pairs(z_ptr, row, pair, real, Z, D, False)
+        first, second = fetch(z_ptr, row, pair, here if EVEN else here & (2 * pair < D), Z, D)
+        even, odd = unpack(first, second, Z)
         if ROTARY:
-            fc, fs = row_of(far_cos, far_sin, far, pair, D // 2, EVEN)
-            if not LEVEL:
-                nc, ns = row_of(near_cos, near_sin, near, pair, D // 2, EVEN)
-            cos, sin = fc * nc - fs * ns, fs * nc + fc * ns
+            cos, sin = turns(far_cos, far_sin, near_cos, near_sin, far, near, pair, D // 2, EVEN)
             even, odd = even * cos - odd * sin, odd * cos + even * sin
         d0, d1, d2, d3, d4, d5, d6, d7 = _dscores(
-            dscores_ptr, dpooled_ptr, sample, row, here, first_head, K, BLOCKS, ROWS, LANES, GATED
+            dscores_ptr, dpooled_ptr, sample, row, here, first_head, K, TOKENS, LANES, GATED
         )
-        e0, o0 = _share(e0, o0, even, odd, d0, BLOCKS, ROWS, LANES)
+        e0, o0 = _share(e0, o0, even, odd, d0, TOKENS, LANES)
         if K > 1:
-            e1, o1 = _share(e1, o1, even, odd, d1, BLOCKS, ROWS, LANES)
+            e1, o1 = _share(e1, o1, even, odd, d1, TOKENS, LANES)
         if K > 2:
-            e2, o2 = _share(e2, o2, even, odd, d2, BLOCKS, ROWS, LANES)
+            e2, o2 = _share(e2, o2, even, odd, d2, TOKENS, LANES)
         if K > 3:
-            e3, o3 = _share(e3, o3, even, odd, d3, BLOCKS, ROWS, LANES)
+            e3, o3 = _share(e3, o3, even, odd, d3, TOKENS, LANES)
         if K > 4:
-            e4, o4 = _share(e4, o4, even, odd, d4, BLOCKS, ROWS, LANES)
+            e4, o4 = _share(e4, o4, even, odd, d4, TOKENS, LANES)
         if K > 5:
-            e5, o5 = _share(e5, o5, even, odd, d5, BLOCKS, ROWS, LANES)
+            e5, o5 = _share(e5, o5, even, odd, d5, TOKENS, LANES)
         if K > 6:
-            e6, o6 = _share(e6, o6, even, odd, d6, BLOCKS, ROWS, LANES)
+            e6, o6 = _share(e6, o6, even, odd, d6, TOKENS, LANES)
         if K > 7:
-            e7, o7 = _share(e7, o7, even, odd, d7, BLOCKS, ROWS, LANES)
+            e7, o7 = _share(e7, o7, even, odd, d7, TOKENS, LANES)
         over = tile + 1 == tiles
         sample, tile = tl.where(over, sample + 1, sample), tl.where(over, 0, tile + 1)
     out = dassign_ptr + tl.program_id(0).to(tl.int64) * (K * D)

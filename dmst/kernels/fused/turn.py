@@ -5,8 +5,8 @@
 A table as long as the image would be read once a sample and push the tokens out of the cache; of these two the near rows (24 kB
 at width 384 and 16 rows) stay next to the processor and a tile needs few far rows.
 
-A tile of the kernels that rotate is (blocks, rows, pairs), `blocks * rows` tokens in a row. Where a block is as long as a step,
-all blocks share their near rows and each has one far row, so that little is read (`LEVEL`).
+A tile of the kernels that rotate is (tokens, pairs). Where it lies within one step (`LEVEL`), it has one far row and its near
+rows follow each other, so that little is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORDS = {torch.bfloat16: (torch.int32, 1), torch.float16: (torch.int32, 2), tor
 
 
 def words(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """x as `load_pairs` reads it, and how: a pair as one integer, where they are aligned so."""
+    """x as `fetch` reads it, and how: a pair as one integer, where they are aligned so."""
     if x.shape[-1] % 2 or x.data_ptr() % 16 or x.dtype not in _WORDS:
         return x, 0
     word, kind = _WORDS[x.dtype]
@@ -30,12 +30,12 @@ def words(x: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 @triton.jit
-def places(tile, n, step, BLOCKS: tl.constexpr, ROWS: tl.constexpr, LEVEL: tl.constexpr):
-    """The tokens (blocks, rows, 1) of a tile and their far and near rows. Beyond the last token the tables end: take the last."""
-    block, row = tl.arange(0, BLOCKS)[:, None, None], tl.arange(0, ROWS)[None, :, None]
-    token = tile * (BLOCKS * ROWS) + block * ROWS + row
+def places(tile, n, step, TOKENS: tl.constexpr, LEVEL: tl.constexpr):
+    """The tokens (tokens, 1) of a tile and their far and near rows. Beyond the last token the tables end: take the last."""
+    here = tl.arange(0, TOKENS)[:, None]
+    token = tile * TOKENS + here
     if LEVEL:
-        far, near = tl.minimum(tile * BLOCKS + block, (n - 1) // step), row
+        far, near = tile * TOKENS // step, tile * TOKENS % step + here
     else:
         last = tl.minimum(token, n - 1)
         far, near = last // step, last % step
@@ -51,56 +51,65 @@ def _value(table, at, real, other, EVEN: tl.constexpr):
 
 
 @triton.jit
-def row_of(cos_ptr, sin_ptr, at, pair, HALF: tl.constexpr, EVEN: tl.constexpr):
-    """cos and sin of these rows of one table."""
-    real = pair < HALF
-    return _value(cos_ptr, at * HALF + pair, real, 1.0, EVEN), _value(sin_ptr, at * HALF + pair, real, 0.0, EVEN)
-
-
-@triton.jit
 def turns(far_cos, far_sin, near_cos, near_sin, far, near, pair, HALF: tl.constexpr, EVEN: tl.constexpr):
     """cos and sin of the angle of each pair, in the far and near rows given."""
-    fc, fs = row_of(far_cos, far_sin, far, pair, HALF, EVEN)
-    nc, ns = row_of(near_cos, near_sin, near, pair, HALF, EVEN)
+    real = pair < HALF
+    far, near = far * HALF + pair, near * HALF + pair
+    nc, ns = _value(near_cos, near, real, 1.0, EVEN), _value(near_sin, near, real, 0.0, EVEN)
+    fc, fs = _value(far_cos, far, real, 1.0, EVEN), _value(far_sin, far, real, 0.0, EVEN)
     return fc * nc - fs * ns, fs * nc + fc * ns
 
 
 @triton.jit
-def load_pairs(ptr, row, pair, mask, KIND: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr):
-    """The even and odd channels, float32, of these pairs of these rows. EVEN: all of them exist.
-
-    Pairs come as one integer (`words`). Bfloat16 is the upper half of a float32, so a shift and a mask unpack it.
-    """
+def fetch(ptr, row, pair, mask, KIND: tl.constexpr, D: tl.constexpr):
+    """These pairs of these rows as they are in memory, for `unpack`: two tensors, of which words fill only the first."""
     if KIND == PLAIN:
-        even = tl.load(ptr + row * D + 2 * pair, mask=mask, other=0.0).to(tl.float32)
-        odd = tl.load(ptr + row * D + 2 * pair + 1, mask=mask & (2 * pair + 1 < D), other=0.0).to(tl.float32)
+        first = tl.load(ptr + row * D + 2 * pair, mask=mask, other=0.0)
+        second = tl.load(ptr + row * D + 2 * pair + 1, mask=mask & (2 * pair + 1 < D), other=0.0)
     else:
-        if EVEN:
-            word = tl.load(ptr + row * (D // 2) + pair)
-        else:
-            word = tl.load(ptr + row * (D // 2) + pair, mask=mask, other=0, eviction_policy="evict_first")
-        if KIND == BF16:
-            even = (word << 16).to(tl.float32, bitcast=True)
-            odd = (word & -65536).to(tl.float32, bitcast=True)
-        elif KIND == F16:
-            even = (word & 65535).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            odd = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        else:
-            even = word.to(tl.int32).to(tl.float32, bitcast=True)
-            odd = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        first = tl.load(ptr + row * (D // 2) + pair, mask=mask, other=0, eviction_policy="evict_first")
+        second = first
+    return first, second
+
+
+@triton.jit
+def unpack(first, second, KIND: tl.constexpr):
+    """The even and odd channels, float32. Bfloat16 is the upper half of a float32, so a shift and a mask unpack its words."""
+    if KIND == PLAIN:
+        even, odd = first.to(tl.float32), second.to(tl.float32)
+    elif KIND == BF16:
+        even, odd = (first << 16).to(tl.float32, bitcast=True), (first & -65536).to(tl.float32, bitcast=True)
+    elif KIND == F16:
+        even = (first & 65535).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        odd = (first >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        even = first.to(tl.int32).to(tl.float32, bitcast=True)
+        odd = (first >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     return even, odd
 
 
 @triton.jit
-def four(x, A: tl.constexpr, B: tl.constexpr, LANES: tl.constexpr):
-    """(A, B, 4 LANES) as four tensors (A, B, LANES): the four neighbours that one thread holds, apart."""
-    left, right = tl.split(tl.reshape(x, (A, B, LANES, 2, 2)))
+def weight_pairs(ptr, row, pair, KIND: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr):
+    """The even and odd channels of one row of a weight; EVEN: all of these rows and pairs exist."""
+    if EVEN and KIND != PLAIN:
+        word = tl.load(ptr + row * (D // 2) + pair)
+        even, odd = unpack(word, word, KIND)
+    else:
+        first, second = fetch(ptr, row, pair, (2 * pair < D) & (row < ROWS), KIND, D)
+        even, odd = unpack(first, second, KIND)
+    return even, odd
+
+
+@triton.jit
+def four(x, A: tl.constexpr, LANES: tl.constexpr):
+    """(A, 4 LANES) as four tensors (A, LANES): the four neighbours that one thread holds, apart."""
+    left, right = tl.split(tl.reshape(x, (A, LANES, 2, 2)))
     x0, x2 = tl.split(left)
     x1, x3 = tl.split(right)
     return x0, x1, x2, x3
 
 
 @triton.jit
-def beside(x0, x1, x2, x3, A: tl.constexpr, B: tl.constexpr, LANES: tl.constexpr):
+def beside(x0, x1, x2, x3, A: tl.constexpr, LANES: tl.constexpr):
     """Back from `four`."""
-    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (A, B, 4 * LANES))
+    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (A, 4 * LANES))

@@ -1,0 +1,347 @@
+"""The two large products on Hopper, written in Gluon, with what the passes beside them would read again.
+
+    product   out = x weight^T + bias
+    project   s = x weight^T + bias, float32;  weighted_nki = pi_nk s_nki;  energy_ki = sum_n pi_nk s_nki^2;  mass_k = sum_n pi_nk
+    fold_out  out_b = x_b weight_b^T + bias, a weight for each sample
+
+One program a multiprocessor, for the whole launch. It keeps a block of 192, 128 or 64 rows of the weight in shared memory, the
+columns of the output that it makes, and walks over its part of the tokens. Three groups of warps work at the same time:
+
+    producer     one warp: the tensor memory accelerator brings 64 x 64 pieces of x into a ring of 8 slots
+    consumer 0   four warps: a tile of 64 tokens, products and what is done with them
+    consumer 1   the same with the next tile: it multiplies while the other one finishes its tile
+
+`tiles` of one consumer follow each other, two such runs are a pair, and a program takes neighbouring pairs. In `project` the sums
+over a run stay in registers; a warp holds a quarter of each tile and leaves one row of its own, so that a sample has
+4 n / (64 tiles) rows, all of them written. A column block holds whole heads.
+
+A ring slot is named by the piece's number in the order of the producer. Its arrival is told to the consumer on one of that
+consumer's own 8 barriers, named by the piece's number among its own: on a common one a consumer could be two phases ahead of the
+other, and a parity does not tell these apart. Each piece of the weight has a barrier that says it is there and one that says
+both consumers are done with it, so that with the next sample it is replaced while the others are still in use.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    GLUON = triton.__version__.startswith(("3.6.", "3.7.", "3.8."))  # it is experimental: those it was compiled with
+except ImportError:
+    import triton as gluon  # so that what is below can be defined, and is never compiled
+    import triton.language as gl
+
+    GLUON = False
+
+SLOTS: gl.constexpr = gl.constexpr(8)  # of the ring, 8 KB each: what the weight leaves free at width 384
+
+
+@gluon.jit
+def _produce(
+    x, weight, rest, ring, weights, rests, full, empty, weight_full, weight_empty, first, last, tiles, pairs, block,
+    D: gl.constexpr, COLUMNS: gl.constexpr, BY_SAMPLE: gl.constexpr,
+):  # fmt: skip
+    """Every piece of x in the order in which it is needed, and those of the weight with the first tile that needs them."""
+    PIECES: gl.constexpr = D // 64
+    sample = 0
+    for tile in range((last - first) * tiles * 2):
+        which, own = tile % 2, tile // 2
+        pair = first + own // tiles
+        row = ((pair * 2 + which) * tiles + own % tiles) * 64
+        if BY_SAMPLE:
+            sample = pair // pairs
+            fresh = (which == 0) & ((own == 0) | (pair % pairs == 0))
+        else:
+            fresh = tile == 0
+        turn = (sample - first // pairs) & 1 if BY_SAMPLE else 0
+        for k in gl.static_range(PIECES):
+            piece, mine = tile * PIECES + k, own * PIECES + k
+            mbarrier.wait(empty.index(piece % SLOTS), (piece // SLOTS + 1) & 1)
+            here = full.index(which * SLOTS + mine % SLOTS)
+            mbarrier.expect(here, 64 * 64 * 2)
+            tma.async_copy_global_to_shared(x, [row, k * 64], here, ring.index(piece % SLOTS))
+            if fresh:
+                mbarrier.wait(weight_empty.index(k), turn ^ 1)
+                mbarrier.expect(weight_full.index(k), COLUMNS * 64 * 2)
+                at = sample * D + block * COLUMNS
+                tma.async_copy_global_to_shared(weight, [at, k * 64], weight_full.index(k), weights.index(k))
+                if COLUMNS == 192:
+                    tma.async_copy_global_to_shared(rest, [at + 128, k * 64], weight_full.index(k), rests.index(k))
+
+
+@gluon.jit
+def _multiply(
+    ring, weights, rests, full, empty, weight_full, weight_empty, tile, turn, done,
+    D: gl.constexpr, COLUMNS: gl.constexpr, WHICH: gl.constexpr, BY_SAMPLE: gl.constexpr,
+):  # fmt: skip
+    """The products of one tile as pieces of 64 columns. A slot is free again once the product after its own is on its way."""
+    PIECES: gl.constexpr = D // 64
+    MOST: gl.constexpr = 64 if COLUMNS == 64 else 128
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MOST, 16])
+    PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    sums = gl.zeros([64, MOST], gl.float32, LAYOUT)
+    others = gl.zeros([64, 64], gl.float32, PIECE)
+    for k in gl.static_range(PIECES):
+        piece, mine = tile * PIECES + k, tile // 2 * PIECES + k
+        mbarrier.wait(full.index(WHICH * SLOTS + mine % SLOTS), (mine // SLOTS) & 1)
+        mbarrier.wait(weight_full.index(k), turn)
+        x = ring.index(piece % SLOTS)
+        sums = warpgroup_mma(x, weights.index(k).permute((1, 0)), sums, use_acc=k > 0, is_async=True)
+        if COLUMNS == 192:
+            others = warpgroup_mma(x, rests.index(k).permute((1, 0)), others, use_acc=k > 0, is_async=True)
+            sums, others = warpgroup_mma_wait(2 if k + 1 < PIECES else 0, deps=(sums, others))
+        else:
+            sums = warpgroup_mma_wait(1 if k + 1 < PIECES else 0, deps=(sums,))
+        if k > 0:
+            _release(empty, weight_empty, piece - 1, k - 1, done, BY_SAMPLE)
+    _release(empty, weight_empty, tile * PIECES + PIECES - 1, PIECES - 1, done, BY_SAMPLE)
+    if COLUMNS == 64:
+        return (sums,)
+    left, right = sums.reshape([64, 2, 64]).permute(0, 2, 1).split()
+    left = gl.convert_layout(left, PIECE, assert_trivial=True)
+    right = gl.convert_layout(right, PIECE, assert_trivial=True)
+    if COLUMNS == 128:
+        return (left, right)
+    return (left, right, others)
+
+
+@gluon.jit
+def _release(empty, weight_empty, piece, k, done, BY_SAMPLE: gl.constexpr):
+    mbarrier.arrive(empty.index(piece % SLOTS), count=1)
+    if BY_SAMPLE:
+        mbarrier.arrive(weight_empty.index(k), count=1, pred=done)
+
+
+@gluon.jit
+def _shares(membership_ptr, row, rows, head, K: gl.constexpr, HEADS: gl.constexpr):
+    """The memberships of a tile's 64 tokens in each of the block's heads, as a consumer's threads hold them."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    token = row + gl.arange(0, 64, layout=LAYOUT)
+    shares = ()
+    for h in gl.static_range(HEADS):
+        shares = shares + (gl.load(membership_ptr + token * K + (head + h), mask=token < rows, other=0.0),)
+    return shares
+
+
+@gluon.jit
+def _spread(shares, P: gl.constexpr, FIRST: gl.constexpr):
+    """The membership of each token in the head of each of the 64 columns from FIRST on, (64, 64)."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    column = gl.expand_dims(FIRST + gl.arange(0, 64, layout=LAYOUT), 0) // 16 * 16
+    share = gl.expand_dims(shares[FIRST // P], 1)
+    for h in gl.static_range(FIRST // P + 1, (FIRST + 63) // P + 1):
+        share = gl.where(column >= h * P, gl.expand_dims(shares[h], 1), share)
+    return share
+
+
+@gluon.jit
+def _pairwise(x):
+    """(64, 64) as the threads hold it, the two rows of each thread added: (warp, row, column)."""
+    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[4, 8, 64],
+    )
+    return gl.convert_layout(gl.sum(x.reshape([4, 2, 8, 64]), axis=1), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _store_energy(energy_ptr, total, part, first_column, real, D: gl.constexpr):
+    """One row of sums a warp."""
+    total = gl.sum(total, axis=1)
+    LAYOUT: gl.constexpr = total.type.layout
+    column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    warp = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    place = (part * 4 + warp) * D + first_column + column
+    gl.store(energy_ptr + place, total, mask=(place >= 0) & real)
+
+
+@gluon.jit
+def _store_mass(membership_ptr, mass_ptr, part, tiles, rows, head, K: gl.constexpr, HEADS: gl.constexpr, ALL: gl.constexpr):
+    """The sum of the memberships of a run, one row a warp; it is read for this alone, while the first tile is on its way."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 32 // ALL, ALL], [4, 1, 1], [2, 1, 0])
+    FLAT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    step = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    which = gl.arange(0, ALL, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    warp, step = gl.expand_dims(gl.expand_dims(warp, 1), 2), gl.expand_dims(gl.expand_dims(step, 0), 2)
+    heads = gl.expand_dims(gl.expand_dims(which, 0), 0)
+    total = gl.zeros([4, 16, ALL], gl.float32, LAYOUT)
+    for tile in range(tiles):
+        token = (part * tiles + tile) * 64 + warp * 16 + step
+        real = (token < rows) & (heads < HEADS)
+        total += gl.load(membership_ptr + token * K + (head + heads), mask=real, other=0.0)
+    mass = gl.sum(total, axis=1)
+    warp = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, FLAT)), 1)
+    heads = gl.expand_dims(gl.arange(0, ALL, layout=gl.SliceLayout(0, FLAT)), 0)
+    real = (heads < HEADS) & (part * tiles * 64 + warp * 0 < rows)
+    gl.store(mass_ptr + (part * 4 + warp) * K + (head + heads), mass, mask=real)
+
+
+@gluon.jit
+def _consume(
+    out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, ring, weights, rests, page, full, empty, weight_full, weight_empty,
+    rows, first, last, tiles, pairs, block,
+    D: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, ALL: gl.constexpr, WHICH: gl.constexpr,
+    BIAS: gl.constexpr, MOMENTS: gl.constexpr, BY_SAMPLE: gl.constexpr,
+):  # fmt: skip
+    PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    HEADS: gl.constexpr = COLUMNS // P
+    head = block * HEADS
+    for pair in range(first, last):
+        part = pair * 2 + WHICH
+        turn = 0
+        done = False
+        if BY_SAMPLE:
+            turn = (pair // pairs - first // pairs) & 1
+            done = (pair + 1) % pairs == 0
+        if MOMENTS:
+            _store_mass(membership_ptr, mass_ptr, part, tiles, rows, head, D // P, HEADS, ALL)
+            zero = _pairwise(gl.zeros([64, 64], gl.float32, PIECE))
+            energy = (zero,) * (COLUMNS // 64)
+        for step in range(tiles):
+            tile = ((pair - first) * tiles + step) * 2 + WHICH
+            row = (part * tiles + step) * 64
+            if MOMENTS:  # on their way during the products
+                shares = _shares(membership_ptr, row, rows, head, D // P, HEADS)
+            sums = _multiply(
+                ring, weights, rests, full, empty, weight_full, weight_empty, tile, turn, done, D, COLUMNS, WHICH, BY_SAMPLE
+            )
+            if MOMENTS:
+                added = ()
+            for c in gl.static_range(COLUMNS // 64):
+                s = sums[c]
+                if BIAS:
+                    column = block * COLUMNS + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, PIECE))
+                    s += gl.expand_dims(gl.load(bias_ptr + column).to(gl.float32), 0)
+                value = s
+                if MOMENTS:
+                    value = _spread(shares, P, c * 64) * s
+                tma.store_wait(0)  # the page has been read
+                page.store(value.to(page.dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(out, [row, block * COLUMNS + c * 64], page)
+                if MOMENTS:
+                    added = added + (energy[c] + _pairwise(value * s),)
+            if MOMENTS:
+                energy = added
+        if MOMENTS:
+            for c in gl.static_range(COLUMNS // 64):
+                _store_energy(energy_ptr, energy[c], part, block * COLUMNS + c * 64, part * tiles * 64 < rows, D)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def hopper_kernel(
+    x, weight, rest, out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, rows, tiles, pairs,
+    D: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, ALL: gl.constexpr, BIAS: gl.constexpr, MOMENTS: gl.constexpr,
+    BY_SAMPLE: gl.constexpr,
+):  # fmt: skip
+    """x, out (rows, D) and weight (D or samples D, D) in pieces; `pairs` of a sample; see the file for the rest."""
+    PIECES: gl.constexpr = D // 64
+    BLOCKS: gl.constexpr = D // COLUMNS
+    block, group = gl.program_id(0) % BLOCKS, gl.program_id(0) // BLOCKS
+    groups = gl.num_programs(0) // BLOCKS
+    every = (rows + (tiles * 128 - 1)) // (tiles * 128)
+    first, last = every * group // groups, every * (group + 1) // groups
+
+    ring = gl.allocate_shared_memory(x.dtype, [SLOTS, 64, 64], x.layout)
+    weights = gl.allocate_shared_memory(x.dtype, [PIECES, weight.block_shape[0], 64], weight.layout)
+    rests = gl.allocate_shared_memory(x.dtype, [PIECES, 64, 64], rest.layout) if COLUMNS == 192 else weights
+    page0 = gl.allocate_shared_memory(x.dtype, [64, 64], out.layout)
+    page1 = gl.allocate_shared_memory(x.dtype, [64, 64], out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    weight_full = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
+    weight_empty = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(SLOTS + i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for k in gl.static_range(PIECES):
+        mbarrier.init(weight_full.index(k), count=1)
+        mbarrier.init(weight_empty.index(k), count=2)
+    fence_async_shared()
+
+    shared = (ring, weights, rests)
+    barriers = (full, empty, weight_full, weight_empty)
+    work = (first, last, tiles, pairs, block)
+    given = (out, membership_ptr, bias_ptr, energy_ptr, mass_ptr)
+    gl.warp_specialize(
+        [
+            (_consume, (*given, *shared, page0, *barriers, rows, *work, D, COLUMNS, P, ALL, 0, BIAS, MOMENTS, BY_SAMPLE)),
+            (_consume, (*given, *shared, page1, *barriers, rows, *work, D, COLUMNS, P, ALL, 1, BIAS, MOMENTS, BY_SAMPLE)),
+            (_produce, (x, weight, rest, *shared, *barriers, *work, D, COLUMNS, BY_SAMPLE)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+# --- the calls ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _machine(index: int) -> tuple[bool, int]:
+    """Whether this is Hopper, and how many multiprocessors it has."""
+    properties = torch.cuda.get_device_properties(index)
+    return (properties.major, properties.minor) == (9, 0), properties.multi_processor_count
+
+
+def _columns(d: int, p: int) -> int:
+    """The widest block of columns that divides the width and holds whole heads; 0 if there is none."""
+    return next((width for width in (192, 128, 64) if d % width == 0 and width % p == 0), 0)
+
+
+def serves(device: torch.device, dtype: torch.dtype, d: int, p: int) -> bool:
+    """Whether the calls below take tensors of this kind, with d channels in heads of p."""
+    if not GLUON or device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if d % 64 or not 64 <= d <= 384 or p % 16 or not _columns(d, p):
+        return False
+    return _machine(torch.cuda.current_device() if device.index is None else device.index)[0]
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (m, d) by weight (d, d) transposed, and bias (d)."""
+    out = torch.empty_like(x)
+    _launch(x, weight.contiguous(), bias, out, None, None, None, 16, 1, 1)
+    return out
+
+
+def fold_out(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+    """x (b, n, d) by the weight (d, d) of each sample, transposed, and bias (d); n is a multiple of 128."""
+    out = torch.empty_like(x)
+    _launch(x, weights.contiguous(), bias, out, None, None, None, 16, 1, x.shape[1] // 128)
+    return out
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of x (b, n, d), n a multiple of 64: membership times s (b, n, d), and the rows of energy (b, rows, k, p), mass (b, rows, k)."""
+    b, n, d = x.shape
+    k = membership.shape[-1]
+    tiles = next(tiles for tiles in (8, 4, 2, 1) if n // 64 % tiles == 0)
+    splits = 4 * (n // (64 * tiles))
+    out = torch.empty_like(x)
+    energy = torch.empty(b, splits, k, d // k, device=x.device, dtype=torch.float32)
+    mass = torch.empty(b, splits, k, device=x.device, dtype=torch.float32)
+    _launch(x, weight.contiguous(), bias, out, membership, energy, mass, d // k, tiles, 1)
+    return out, energy, mass

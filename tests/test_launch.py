@@ -1,0 +1,347 @@
+"""The short launch takes the kernel that Triton would take, with the same arguments, and steps aside where it cannot know.
+
+Triton's own `JITFunction.run` is the judge: over a driver without a device, with a compiler that makes a new kernel for each
+specialization it is asked for and a launcher that writes down what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from dmst.kernels.fused import launch
+from dmst.kernels.fused.launch import Launched, launched
+
+pytestmark = pytest.mark.skipif(
+    ".".join(triton.__version__.split(".")[:2]) not in launch.READ, reason="the launcher of this Triton was not read"
+)
+SHIFT = tl.constexpr(3)
+HERE = -1  # the index of the CPU, where the tensors of these tests are
+
+
+def work(x_ptr, y_ptr, bias_ptr, n, step, scale, SIZE: tl.constexpr, FLAG: tl.constexpr):
+    tl.store(y_ptr + SHIFT, n)
+
+
+def with_default(x_ptr, FLAG: tl.constexpr, SIZE: tl.constexpr = 16):
+    tl.store(x_ptr, SIZE)
+
+
+class Machine:
+    """A CUDA device that is not there: `calls` is what its launcher was given, `asked` how often Triton went its own way."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.compiled: list[CompiledKernel] = []
+        self.asked, self.device = 0, HERE
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 70 + device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def compile(self, src: Any, **_: Any) -> CompiledKernel:
+        src.fn.cache_key  # noqa: B018  # as compiling does, it collects the global variables
+        made = object.__new__(CompiledKernel)
+        number = len(self.compiled)
+        made.__dict__.update(src=src, module=None, name="work", function=100 + number, packed_metadata=("metadata", number))
+        made.__dict__.update(_run=lambda *args: self.calls.append(args), _init_handles=lambda: None)
+        self.compiled.append(made)
+        return made
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    made = Machine()
+    monkeypatch.setattr(driver, "_active", made)
+    monkeypatch.setattr("triton.compiler.compile", made.compile)
+    own = JITFunction.run
+
+    def run(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        made.asked += 1
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return made
+
+
+@pytest.fixture
+def kernel(machine: Machine) -> Launched:
+    return launched(JITFunction(work))
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The same values two or four bytes off."""
+    room = torch.empty(x.numel() + 16, dtype=x.dtype)
+    return room[1 : x.numel() + 1].view_as(x)
+
+
+X, Y = torch.zeros(4, 8), torch.zeros(4, 8)
+
+
+def call(kernel: Any, *, grid: Any = (5, 6, 7), changed: dict[int, Any] | None = None, **constants: Any) -> CompiledKernel:
+    args: list[Any] = [X, Y, None, 197, 32, 0.5]
+    for place, value in (changed or {}).items():
+        args[place] = value
+    return kernel[grid](*args, **{"SIZE": 16, "FLAG": True, "num_warps": 4, **constants})
+
+
+def plainly(given: tuple) -> tuple:
+    """What a launcher was given, without what only hooks read, and tensors as their addresses."""
+    return given[:6] + tuple(arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in given[9:])
+
+
+def test_the_next_call_launches_what_the_first_one_found(machine: Machine, kernel: Launched) -> None:
+    found = [call(kernel) for _ in range(3)]
+    assert machine.asked == 1
+    assert found == machine.compiled * 3
+    first, *rest = machine.calls
+    assert len(first) == 9 + 8  # Triton's way: the constants are among the arguments
+    for given in rest:
+        assert plainly(given) == plainly(first)
+        assert given[6:9] == (None, None, None)
+        assert not any(isinstance(arg, Tensor) for arg in given)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "alignment": {"changed": {0: shifted(X)}},
+    "alignment of another": {"changed": {1: shifted(Y)}},
+    "dtype": {"changed": {0: X.half()}},
+    "tensor": {"changed": {2: X}},
+    "none": {"changed": {1: None}},
+    "one": {"changed": {3: 1}},
+    "sixteen": {"changed": {3: 208}},
+    "zero": {"changed": {3: 0}},
+    "not sixteen": {"changed": {4: 33}},
+    "long": {"changed": {3: 2**31}},
+    "long, sixteen": {"changed": {3: 2**40}},
+    "negative and long": {"changed": {3: -(2**31) - 1}},
+    "unsigned": {"changed": {3: 2**63 + 1}},
+    "integer for real": {"changed": {5: 2}},
+    "one for real": {"changed": {5: 1}},
+    "truth": {"changed": {3: True}},
+    "constant": {"SIZE": 32},
+    "flag": {"FLAG": False},
+    "warps": {"num_warps": 8},
+    "stages": {"num_stages": 2},
+}
+SAME: dict[str, dict[str, Any]] = {
+    "grid": {"grid": (2,)},
+    "integer": {"changed": {3: 199}},
+    "negative": {"changed": {3: -5}},
+    "last of 32 bits": {"changed": {3: 2**31 - 1}},
+    "sixteens": {"changed": {4: 48}},
+    "first of 32 bits": {"changed": {4: -(2**31)}},
+    "real": {"changed": {5: 2.0}},
+    "parameter": {"changed": {0: nn.Parameter(X)}},
+    "shape": {"changed": {0: torch.zeros(3)}},
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=list(OTHERS))
+def test_what_triton_compiles_anew_is_remembered_apart(change: dict, machine: Machine, kernel: Launched) -> None:
+    usual = call(kernel)
+    other = call(kernel, **change)
+    assert len(machine.compiled) == 2  # else it proves nothing
+    asked = machine.asked
+    assert [call(kernel), call(kernel, **change)] == [usual, other] == machine.compiled
+    assert machine.asked == asked == 2
+    assert [plainly(given) for given in machine.calls[2:]] == [plainly(given) for given in machine.calls[:2]]
+
+
+@pytest.mark.parametrize("change", SAME.values(), ids=list(SAME))
+def test_what_triton_takes_as_one_is_one(change: dict, machine: Machine, kernel: Launched) -> None:
+    usual = call(kernel)
+    assert call(kernel, **change) is usual
+    assert machine.asked == 1
+    judge = JITFunction(work)
+    call(judge, **change)
+    short, own = (plainly(given) for given in machine.calls[1:])
+    assert short[:3] + short[6:] == own[:3] + own[6:]
+    call(judge)
+    assert len(machine.compiled) == 2  # Triton made one kernel of both too
+
+
+def test_any_two_calls_share_a_kernel_where_they_do_in_triton(machine: Machine, kernel: Launched) -> None:
+    judge, changes = JITFunction(work), [*OTHERS.values(), *SAME.values()]
+    right = [call(judge, **change).function for change in changes]
+    found = [[call(kernel, **change).function for change in changes] for _ in range(2)]
+    assert found[0] == found[1]
+    for i, one in enumerate(right):
+        assert [one == other for other in right] == [found[0][i] == other for other in found[0]], changes[i]
+
+
+def test_the_names_of_the_keywords_count(machine: Machine, kernel: Launched) -> None:
+    for _ in range(2):
+        for option in ("num_warps", "num_stages"):
+            kernel[(1,)](X, Y, None, 197, 32, 0.5, SIZE=16, FLAG=True, **{option: 4})
+    assert machine.asked == 2
+    assert [given[4] for given in machine.calls] == [100, 101] * 2
+
+
+def test_a_default_stands_in_its_place(machine: Machine) -> None:
+    kernel = launched(JITFunction(with_default))
+    for _ in range(2):
+        kernel[(1,)](X, FLAG=True)
+        kernel[(1,)](X, FLAG=True, SIZE=32)
+    assert machine.asked == 2
+    assert [given[9:] for given in machine.calls[2:]] == [(X.data_ptr(), True, 16), (X.data_ptr(), True, 32)]
+
+
+def test_every_device_has_its_own(machine: Machine, kernel: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    call(kernel)
+    machine.device = 1
+    monkeypatch.setattr(Tensor, "get_device", lambda self: machine.device)
+    here = [call(kernel), call(kernel)]
+    assert here == [machine.compiled[1]] * 2
+    assert machine.asked == 2
+    assert machine.calls[-1][3] == 71  # its stream
+
+
+# --- where it steps aside ---------------------------------------------------------------------------------------------
+
+
+def enter(monkeypatch: pytest.MonkeyPatch, kernel: Launched) -> None:
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
+
+
+def leave(monkeypatch: pytest.MonkeyPatch, kernel: Launched) -> None:
+    monkeypatch.setattr(knobs.runtime.launch_exit_hook, "calls", [lambda metadata: None])
+
+
+def bare_hook(monkeypatch: pytest.MonkeyPatch, kernel: Launched) -> None:
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
+
+
+def debug(monkeypatch: pytest.MonkeyPatch, kernel: Launched) -> None:
+    monkeypatch.setattr(knobs.runtime, "debug", True)
+
+
+def own_debug(monkeypatch: pytest.MonkeyPatch, kernel: Launched) -> None:
+    monkeypatch.setattr(kernel, "debug", True)
+
+
+def instrument(monkeypatch: pytest.MonkeyPatch, kernel: Launched) -> None:
+    monkeypatch.setattr(knobs.compilation, "instrumentation_mode", "consan")
+
+
+def stages(monkeypatch: pytest.MonkeyPatch, kernel: Launched) -> None:
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", lambda *_: ("key", "hash"))
+
+
+def before(monkeypatch: pytest.MonkeyPatch, kernel: Launched) -> None:
+    kernel.add_pre_run_hook(lambda *args, **kwargs: None)
+
+
+@pytest.mark.parametrize("look", [enter, leave, bare_hook, debug, own_debug, instrument, stages, before])
+def test_it_steps_aside_where_somebody_looks(
+    look: Callable, machine: Machine, kernel: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        call(kernel)
+    with monkeypatch.context() as patch:
+        look(patch, kernel)
+        for _ in range(2):
+            call(kernel)
+    assert machine.asked == 3
+    kernel.pre_run_hooks.clear()
+    call(kernel)
+    assert machine.asked == 3  # and is back afterwards
+
+
+class Subclass(Tensor):
+    pass
+
+
+ASIDE: dict[str, dict[str, Any]] = {
+    "grid as a function": {"grid": lambda constants: (constants["SIZE"],)},
+    "grid as a list": {"grid": [3]},
+    "subclass": {"changed": {0: torch.zeros(4).as_subclass(Subclass)}},
+    "tuple": {"changed": {3: (1, 2)}},
+    "constexpr": {"changed": {3: tl.constexpr(4)}},
+    "wrapped": {"changed": {0: triton.runtime.jit.TensorWrapper(X, torch.float32)}},
+}
+
+
+@pytest.mark.parametrize("change", ASIDE.values(), ids=list(ASIDE))
+def test_it_steps_aside_for_arguments_it_does_not_know(change: dict, machine: Machine, kernel: Launched) -> None:
+    for _ in range(3):
+        call(kernel, **change)
+    assert machine.asked == 3
+    assert not kernel.remembered
+
+
+def test_a_tensor_elsewhere_is_left_to_triton(machine: Machine, kernel: Launched) -> None:
+    """An address is no longer checked by the launcher: one on the CPU would be read on the device."""
+    machine.device = 0
+    for _ in range(2):
+        call(kernel)
+    assert machine.asked == 2
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda kernel: kernel[(1,)](X, Y, None, 197, 32, 0.5, 16, FLAG=True),  # a constant by position
+        lambda kernel: kernel[(1,)](X, Y, None, 197, 32, scale=0.5, SIZE=16, FLAG=True),  # a number by name
+        lambda kernel: kernel[(1,)](X, Y, None, 197, scale=0.5, step=32, SIZE=16, FLAG=True),
+    ],
+)
+def test_other_ways_to_pass_arguments_are_not_remembered(give: Callable, machine: Machine, kernel: Launched) -> None:
+    for _ in range(2):
+        give(kernel)
+    assert machine.asked == 2
+    assert not kernel.remembered
+
+
+def test_a_global_variable_set_anew_is_refused_as_by_triton(
+    machine: Machine, kernel: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        call(kernel)
+    monkeypatch.setitem(globals(), "SHIFT", tl.constexpr(4))
+    with pytest.raises(RuntimeError, match="Global variable SHIFT has changed"):
+        call(kernel)
+
+
+def test_a_kernel_that_is_still_compiling_is_not_remembered(machine: Machine, kernel: Launched) -> None:
+    found = SimpleNamespace(run=None)
+    assert kernel._remember((), found, 6, {"SIZE": 16, "FLAG": True}) is found
+    assert not kernel.remembered
+
+
+def test_memory_is_bounded(machine: Machine, kernel: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MOST", 3)
+    for warps in (1, 2, 4, 8, 16):
+        call(kernel, num_warps=warps)
+        assert 0 < len(kernel.remembered) <= 3
+
+
+def test_what_is_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted, compiled = object(), JITFunction(work)
+    assert launched(interpreted) is interpreted
+    monkeypatch.setattr(triton, "__version__", "3.99.0")
+    assert type(launched(compiled)) is JITFunction
+    monkeypatch.undo()
+    assert launched(compiled) is compiled
+    assert isinstance(compiled, Launched)
+    assert isinstance(compiled, JITFunction)  # so that it compiles without a device as it did
