@@ -380,6 +380,74 @@ def test_scores_by_position(case: tuple, monkeypatch: pytest.MonkeyPatch) -> Non
     check(one, excited, like_plain=True, some=True)
 
 
+class Products:
+    """`dmst.kernels.fused.hopper` in plain torch: what its kernels compute, for machines without a Hopper GPU."""
+
+    @staticmethod
+    def serves(*_: Any) -> bool:
+        return True
+
+    @staticmethod
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def project(x: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, (_, n, d) = membership.shape[-1], x.shape
+        s = nn.functional.linear(x, weight, bias).float().unflatten(-1, (k, d // k))
+        parts = [(slice(first, first + 5)) for first in range(0, n, 5)]
+        energy = torch.stack([(membership[:, at, :, None] * s[:, at].square()).sum(1) for at in parts], 1)
+        mass = torch.stack([membership[:, at].sum(1) for at in parts], 1)
+        return (membership[..., None] * s).to(x.dtype).flatten(2), energy, mass
+
+    @staticmethod
+    def fold_out(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+        out = x @ weights.mT
+        return out if bias is None else out + bias
+
+
+def weigh_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "hopper", Products)
+    monkeypatch.setattr(plan, "weighted", lambda n, d, dtype: True)
+    monkeypatch.setattr(plan, "by_hand", lambda rows, d: True)
+
+
+WEIGHTED = [("dmsa", {"membership_bias": True}), ("dmsa", {"mode": "equation", "rotary": "2d"}), ("dmsa", {"bias": False})]
+WEIGHTED += [("dmsa", {"max_active_heads": 2}), LOW[2], LOW[3], LOW[4], LOW[5]]  # the last four keep s itself
+
+
+@pytest.mark.parametrize("unfolded", [0, 64])
+@pytest.mark.parametrize("case", WEIGHTED, ids=label)
+def test_what_the_first_product_weighs(case: tuple, unfolded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of long samples on Hopper, whose two products are plain torch here: pi s is kept in place of s."""
+    weigh_early(monkeypatch)
+    monkeypatch.setattr(plan, "UNFOLDED", unfolded)
+    made = draw(case, (3, 22, 24, 3)).map(guarded)
+    poison(monkeypatch)
+    found, kept = keep(functools.partial(fused, made), monkeypatch)
+    check(found, made)
+    wide = made.map(Tensor.double)
+    steps = reference.take_steps(wide.z, reference.score(wide.z, wide.weights, wide.form, wide.grid), *wide[1:3], F64)
+    s = steps.projected.transpose(1, 2)
+    early = made.form.membership == "sigmoid" and made.form.mode != "proximal" and not made.form.uniform_moment
+    weight = steps.membership.mT[..., None] if early else 1
+    assert relative(kept.projected, (weight * s).flatten(2)) < 1e-6
+    excited = draw(case, (3, 22, 24, 3), excited=True)
+    check(fused(excited), excited, like_plain=True)
+
+
+def test_a_weighted_token_of_no_membership(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A membership so small that it is 0: nothing is divided by it."""
+    weigh_early(monkeypatch)
+    made = draw(("dmsa", {"membership_bias": True}), (2, 22, 24, 3))
+    bias = made.weights.assign_bias
+    assert bias is not None
+    made = made._replace(weights=made.weights._replace(assign_bias=bias - 200))
+    found = fused(made)
+    assert all(value is None or value.isfinite().all() for value in found.values())
+    check(found, made, like_plain=True)
+
+
 def test_the_plan_covers_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     for programs in (1, 132, 1024, 10**6):
         monkeypatch.setattr(plan, "PROGRAMS", programs)

@@ -14,6 +14,8 @@ STEP = 32  # tokens in one rotary step: a tile of the score kernels lies within 
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
 ASSIGN_PROGRAMS = 176  # rows of partial sums for the gradient of `assign`
 FOLDED = 4  # samples at most, each with an output product of its own
+UNFOLDED = 64  # samples at most whose products with dout are summed up for the output weight's gradient
+BY_HAND = 16384  # rows from which our own product serves
 WIDEST = 128  # of one head
 MOST_HEADS = 64
 
@@ -107,3 +109,13 @@ def route(b: int, splits: int, mode: str, *, fits: bool = True) -> str:
     if splits == 1:
         return "along"
     return "fold" if b <= FOLDED and mode != "proximal" and fits else "apart"
+
+
+def weighted(n: int, d: int, dtype: torch.dtype) -> bool:
+    """Whether samples are long enough for an output weight each, and cut evenly. float16 has no room for small pi s."""
+    return dtype == torch.bfloat16 and n % 128 == 0 and n >= 2 * d
+
+
+def by_hand(rows: int, d: int) -> bool:
+    """Whether our own product is the faster one."""
+    return rows >= BY_HAND

@@ -28,7 +28,6 @@ from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import Form, Weights
 from dmst.kernels.fused import layer
 from dmst.kernels.fused.layer import Kept
-from dmst.kernels.reference import Steps
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}  # a subclass may have no memory to give to a kernel
 W, T, KEPT = len(Weights._fields), 4, len(Kept._fields)
@@ -208,11 +207,9 @@ def _plain_backward(
     dout: Tensor, z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype,
     kept: Kept, wanted: Weights, wants_z: bool,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:  # fmt: skip
-    projected = kept.projected.unflatten(-1, (form.num_heads, z.shape[-1] // form.num_heads)).transpose(1, 2)
-    steps = Steps(projected, kept.membership.mT, *kept[2:-1])
-    if not z.numel() and form.gate is None:
-        steps = steps._replace(pooled=None, gate=None)
+    """From z alone: what a fused forward pass has kept depends on its route."""
     grid = _grid(z, form, factors)
+    steps = reference.take_steps(z, reference.score(z, weights, form, grid), weights, form, dtype)
     dz, grads = closed_form.pull_back(z, weights, form, grid, dtype, steps, dout, wanted, wants_z)
     named = zip(Weights._fields, grads, wanted, strict=True)
     return dz if wants_z else None, {name: grad for name, grad, asked in named if grad is not None and asked}

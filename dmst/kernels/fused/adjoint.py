@@ -6,6 +6,8 @@
               dpi = sum_i s (c G + m s) - sum_i m T         proximal: -c sum_i q + ...             (uniform: no m)
               dscores = pi (1 - pi) dpi for a sigmoid, else dpi itself
 
+    weighted  s' = pi s is kept: A = sum_n G s',  dS = pi c G + 2 m s',  pi dpi = sum_i s' (c G + m s'/pi) - pi sum_i m T
+
 One program takes both sweeps where a sample is not split: the second finds its tokens in the cache. Otherwise the first leaves
 partial sums, and every program of the second adds them up for itself, in order. dS is written over G.
 """
@@ -25,7 +27,7 @@ def adjoint_kernel(
     n, span, splits, sign,
     K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     MODE: tl.constexpr, GATED: tl.constexpr, UNIFORM: tl.constexpr, SIGMOID: tl.constexpr,
-    SUM: tl.constexpr, PULL: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+    WEIGHTED: tl.constexpr, SUM: tl.constexpr, PULL: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
@@ -47,7 +49,7 @@ def adjoint_kernel(
             if MODE == PROXIMAL:
                 damp = 1.0 + pi * c[None]
                 q = q / (damp * damp)
-            share += pi * q
+            share += q if WEIGHTED else pi * q
         total = tl.sum(share, 0)
         if not PULL:
             tl.store(part_ptr + (sample * splits + split) * (K * P) + column, total, mask=inside)
@@ -81,22 +83,29 @@ def adjoint_kernel(
             grad = tl.load(grad_ptr + at, mask=real, other=0.0).to(tl.float32)
             s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
             pi = tl.load(membership_ptr + place, mask=some, other=0.0)
-            if MODE == PROXIMAL:
-                w = pi[:, :, None] * c[None]
-                ds = -grad * w / (1.0 + w)
-                dpi = -tl.sum(c[None] * grad * s / ((1.0 + w) * (1.0 + w)), 2)
-            else:
+            if WEIGHTED:
                 pulled = c[None] * grad
-                ds = pi[:, :, None] * pulled
-                dpi = tl.sum(pulled * s, 2)
-            bent = m[None] * s
-            if UNIFORM:
-                ds += 2.0 * bent
+                bent = m[None] * s
+                ds = pi[:, :, None] * pulled + 2.0 * bent
+                dpi = tl.sum(pulled * s, 2) + tl.where(pi > 0, tl.sum(bent * s, 2) / pi, 0.0) - pi * mean[None, :]
+                dpi = dpi * (1.0 - pi)
             else:
-                ds += 2.0 * pi[:, :, None] * bent
-                dpi += tl.sum(bent * s, 2) - mean[None, :]
-            if SIGMOID:
-                dpi = dpi * pi * (1.0 - pi)
+                if MODE == PROXIMAL:
+                    w = pi[:, :, None] * c[None]
+                    ds = -grad * w / (1.0 + w)
+                    dpi = -tl.sum(c[None] * grad * s / ((1.0 + w) * (1.0 + w)), 2)
+                else:
+                    pulled = c[None] * grad
+                    ds = pi[:, :, None] * pulled
+                    dpi = tl.sum(pulled * s, 2)
+                bent = m[None] * s
+                if UNIFORM:
+                    ds += 2.0 * bent
+                else:
+                    ds += 2.0 * pi[:, :, None] * bent
+                    dpi += tl.sum(bent * s, 2) - mean[None, :]
+                if SIGMOID:
+                    dpi = dpi * pi * (1.0 - pi)
             ds = ds.to(grad_ptr.dtype.element_ty)
             tl.store(grad_ptr + at, ds, mask=real)
             tl.store(dmembership_ptr + place, dpi, mask=some)

@@ -54,22 +54,25 @@ SLOTS: gl.constexpr = gl.constexpr(8)  # of the ring, 8 KB each: what the weight
 
 @gluon.jit
 def _produce(
-    x, weight, rest, ring, weights, rests, full, empty, weight_full, weight_empty, first, last, tiles, pairs, block,
-    D: gl.constexpr, COLUMNS: gl.constexpr, BY_SAMPLE: gl.constexpr,
-):  # fmt: skip
+    x, weight, rest, shared, barriers, work, D: gl.constexpr, COLUMNS: gl.constexpr, BY_SAMPLE: gl.constexpr
+):
     """Every piece of x in the order in which it is needed, and those of the weight with the first tile that needs them."""
     PIECES: gl.constexpr = D // 64
-    sample = 0
+    ring, weights, rests = shared
+    full, empty, weight_full, weight_empty = barriers
+    first, last, tiles, pairs, block = work
     for tile in range((last - first) * tiles * 2):
         which, own = tile % 2, tile // 2
         pair = first + own // tiles
         row = ((pair * 2 + which) * tiles + own % tiles) * 64
         if BY_SAMPLE:
             sample = pair // pairs
+            turn = (sample - first // pairs) & 1
             fresh = (which == 0) & ((own == 0) | (pair % pairs == 0))
         else:
+            sample = 0
+            turn = 0
             fresh = tile == 0
-        turn = (sample - first // pairs) & 1 if BY_SAMPLE else 0
         for k in gl.static_range(PIECES):
             piece, mine = tile * PIECES + k, own * PIECES + k
             mbarrier.wait(empty.index(piece % SLOTS), (piece // SLOTS + 1) & 1)
@@ -87,7 +90,7 @@ def _produce(
 
 @gluon.jit
 def _multiply(
-    ring, weights, rests, full, empty, weight_full, weight_empty, tile, turn, done,
+    shared, barriers, tile, turn, done,
     D: gl.constexpr, COLUMNS: gl.constexpr, WHICH: gl.constexpr, BY_SAMPLE: gl.constexpr,
 ):  # fmt: skip
     """The products of one tile as pieces of 64 columns. A slot is free again once the product after its own is on its way."""
@@ -95,21 +98,29 @@ def _multiply(
     MOST: gl.constexpr = 64 if COLUMNS == 64 else 128
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MOST, 16])
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    ring, weights, rests = shared
+    full, empty, weight_full, weight_empty = barriers
     sums = gl.zeros([64, MOST], gl.float32, LAYOUT)
     others = gl.zeros([64, 64], gl.float32, PIECE)
+    zero = tile >> 30
     for k in gl.static_range(PIECES):
         piece, mine = tile * PIECES + k, tile // 2 * PIECES + k
         mbarrier.wait(full.index(WHICH * SLOTS + mine % SLOTS), (mine // SLOTS) & 1)
         mbarrier.wait(weight_full.index(k), turn)
         x = ring.index(piece % SLOTS)
-        sums = warpgroup_mma(x, weights.index(k).permute((1, 0)), sums, use_acc=k > 0, is_async=True)
+        sums = warpgroup_mma(x, weights.index(k + zero).permute((1, 0)), sums, use_acc=k > 0, is_async=True)
         if COLUMNS == 192:
-            others = warpgroup_mma(x, rests.index(k).permute((1, 0)), others, use_acc=k > 0, is_async=True)
-            sums, others = warpgroup_mma_wait(2 if k + 1 < PIECES else 0, deps=(sums, others))
-        else:
-            sums = warpgroup_mma_wait(1 if k + 1 < PIECES else 0, deps=(sums,))
+            others = warpgroup_mma(x, rests.index(k + zero).permute((1, 0)), others, use_acc=k > 0, is_async=True)
         if k > 0:
+            if COLUMNS == 192:
+                sums, others = warpgroup_mma_wait(2, deps=(sums, others))
+            else:
+                sums = warpgroup_mma_wait(1, deps=(sums,))
             _release(empty, weight_empty, piece - 1, k - 1, done, BY_SAMPLE)
+    if COLUMNS == 192:
+        sums, others = warpgroup_mma_wait(0, deps=(sums, others))
+    else:
+        sums = warpgroup_mma_wait(0, deps=(sums,))
     _release(empty, weight_empty, tile * PIECES + PIECES - 1, PIECES - 1, done, BY_SAMPLE)
     if COLUMNS == 64:
         return (sums,)
@@ -129,13 +140,13 @@ def _release(empty, weight_empty, piece, k, done, BY_SAMPLE: gl.constexpr):
 
 
 @gluon.jit
-def _shares(membership_ptr, row, rows, head, K: gl.constexpr, HEADS: gl.constexpr):
+def _shares(membership_ptr, row, head, K: gl.constexpr, HEADS: gl.constexpr):
     """The memberships of a tile's 64 tokens in each of the block's heads, as a consumer's threads hold them."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
     token = row + gl.arange(0, 64, layout=LAYOUT)
     shares = ()
     for h in gl.static_range(HEADS):
-        shares = shares + (gl.load(membership_ptr + token * K + (head + h), mask=token < rows, other=0.0),)
+        shares = shares + (gl.load(membership_ptr + token * K + (head + h)),)
     return shares
 
 
@@ -151,61 +162,47 @@ def _spread(shares, P: gl.constexpr, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _pairwise(x):
-    """(64, 64) as the threads hold it, the two rows of each thread added: (warp, row, column)."""
-    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
-        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=[[1, 0, 0], [2, 0, 0]],
-        block_bases=[],
-        shape=[4, 8, 64],
-    )
-    return gl.convert_layout(gl.sum(x.reshape([4, 2, 8, 64]), axis=1), LAYOUT, assert_trivial=True)
+def _by_warp(x):
+    """(64, 64) or (64,): the two tokens that a thread holds of each column added, (warp, token, column) or (warp, token)."""
+    if len(x.shape) == 1:
+        return gl.sum(x.reshape([4, 2, 8]), axis=1)
+    else:
+        return gl.sum(x.reshape([4, 2, 8, 64]), axis=1)
 
 
 @gluon.jit
-def _store_energy(energy_ptr, total, part, first_column, real, D: gl.constexpr):
-    """One row of sums a warp."""
+def _store_energy(energy_ptr, total, part, first, D: gl.constexpr):
+    """The sums of 64 columns, one row a warp."""
     total = gl.sum(total, axis=1)
     LAYOUT: gl.constexpr = total.type.layout
     column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)), 0)
     warp = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    place = (part * 4 + warp) * D + first_column + column
-    gl.store(energy_ptr + place, total, mask=(place >= 0) & real)
+    gl.store(energy_ptr + (part * 4 + warp) * D + first + column, total)
 
 
 @gluon.jit
-def _store_mass(membership_ptr, mass_ptr, part, tiles, rows, head, K: gl.constexpr, HEADS: gl.constexpr, ALL: gl.constexpr):
-    """The sum of the memberships of a run, one row a warp; it is read for this alone, while the first tile is on its way."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 32 // ALL, ALL], [4, 1, 1], [2, 1, 0])
-    FLAT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    step = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    which = gl.arange(0, ALL, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    warp, step = gl.expand_dims(gl.expand_dims(warp, 1), 2), gl.expand_dims(gl.expand_dims(step, 0), 2)
-    heads = gl.expand_dims(gl.expand_dims(which, 0), 0)
-    total = gl.zeros([4, 16, ALL], gl.float32, LAYOUT)
-    for tile in range(tiles):
-        token = (part * tiles + tile) * 64 + warp * 16 + step
-        real = (token < rows) & (heads < HEADS)
-        total += gl.load(membership_ptr + token * K + (head + heads), mask=real, other=0.0)
-    mass = gl.sum(total, axis=1)
-    warp = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, FLAT)), 1)
-    heads = gl.expand_dims(gl.arange(0, ALL, layout=gl.SliceLayout(0, FLAT)), 0)
-    real = (heads < HEADS) & (part * tiles * 64 + warp * 0 < rows)
-    gl.store(mass_ptr + (part * 4 + warp) * K + (head + heads), mass, mask=real)
+def _store_mass(mass_ptr, total, part, head, K: gl.constexpr):
+    total = gl.sum(total, axis=1)
+    warp = gl.arange(0, 4, layout=total.type.layout)
+    gl.store(mass_ptr + (part * 4 + warp) * K + head, total)
 
 
 @gluon.jit
 def _consume(
-    out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, ring, weights, rests, page, full, empty, weight_full, weight_empty,
-    rows, first, last, tiles, pairs, block,
-    D: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, ALL: gl.constexpr, WHICH: gl.constexpr,
+    given, page, rows, shared, barriers, work,
+    D: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, WHICH: gl.constexpr,
     BIAS: gl.constexpr, MOMENTS: gl.constexpr, BY_SAMPLE: gl.constexpr,
 ):  # fmt: skip
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     HEADS: gl.constexpr = COLUMNS // P
+    out, membership_ptr, bias_ptr, energy_ptr, mass_ptr = given
+    first, last, tiles, pairs, block = work
     head = block * HEADS
+    if BIAS:
+        bias = ()
+        for c in gl.static_range(COLUMNS // 64):
+            column = block * COLUMNS + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, PIECE))
+            bias = bias + (gl.load(bias_ptr + column),)
     for pair in range(first, last):
         part = pair * 2 + WHICH
         turn = 0
@@ -214,24 +211,24 @@ def _consume(
             turn = (pair // pairs - first // pairs) & 1
             done = (pair + 1) % pairs == 0
         if MOMENTS:
-            _store_mass(membership_ptr, mass_ptr, part, tiles, rows, head, D // P, HEADS, ALL)
-            zero = _pairwise(gl.zeros([64, 64], gl.float32, PIECE))
-            energy = (zero,) * (COLUMNS // 64)
+            energy = (_by_warp(gl.zeros([64, 64], gl.float32, PIECE)),) * (COLUMNS // 64)
+            mass = (_by_warp(gl.zeros([64], gl.float32, gl.SliceLayout(1, PIECE))),) * HEADS
         for step in range(tiles):
             tile = ((pair - first) * tiles + step) * 2 + WHICH
             row = (part * tiles + step) * 64
             if MOMENTS:  # on their way during the products
-                shares = _shares(membership_ptr, row, rows, head, D // P, HEADS)
-            sums = _multiply(
-                ring, weights, rests, full, empty, weight_full, weight_empty, tile, turn, done, D, COLUMNS, WHICH, BY_SAMPLE
-            )
+                shares = _shares(membership_ptr, gl.minimum(row, rows - 64), head, D // P, HEADS)
+            sums = _multiply(shared, barriers, tile, turn, done, D, COLUMNS, WHICH, BY_SAMPLE)
             if MOMENTS:
                 added = ()
+                summed = ()
+                for h in gl.static_range(HEADS):
+                    summed = summed + (mass[h] + _by_warp(shares[h]),)
+                mass = summed
             for c in gl.static_range(COLUMNS // 64):
                 s = sums[c]
                 if BIAS:
-                    column = block * COLUMNS + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, PIECE))
-                    s += gl.expand_dims(gl.load(bias_ptr + column).to(gl.float32), 0)
+                    s += gl.expand_dims(bias[c].to(gl.float32), 0)
                 value = s
                 if MOMENTS:
                     value = _spread(shares, P, c * 64) * s
@@ -240,19 +237,22 @@ def _consume(
                 fence_async_shared()
                 tma.async_copy_shared_to_global(out, [row, block * COLUMNS + c * 64], page)
                 if MOMENTS:
-                    added = added + (energy[c] + _pairwise(value * s),)
+                    added = added + (energy[c] + _by_warp(value * s),)
             if MOMENTS:
                 energy = added
         if MOMENTS:
-            for c in gl.static_range(COLUMNS // 64):
-                _store_energy(energy_ptr, energy[c], part, block * COLUMNS + c * 64, part * tiles * 64 < rows, D)
+            if part * tiles * 64 < rows:
+                for c in gl.static_range(COLUMNS // 64):
+                    _store_energy(energy_ptr, energy[c], part, block * COLUMNS + c * 64, D)
+                for h in gl.static_range(HEADS):
+                    _store_mass(mass_ptr, mass[h], part, head + h, D // P)
     tma.store_wait(0)
 
 
 @gluon.jit
 def hopper_kernel(
     x, weight, rest, out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, rows, tiles, pairs,
-    D: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, ALL: gl.constexpr, BIAS: gl.constexpr, MOMENTS: gl.constexpr,
+    D: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, BIAS: gl.constexpr, MOMENTS: gl.constexpr,
     BY_SAMPLE: gl.constexpr,
 ):  # fmt: skip
     """x, out (rows, D) and weight (D or samples D, D) in pieces; `pairs` of a sample; see the file for the rest."""
@@ -287,9 +287,9 @@ def hopper_kernel(
     given = (out, membership_ptr, bias_ptr, energy_ptr, mass_ptr)
     gl.warp_specialize(
         [
-            (_consume, (*given, *shared, page0, *barriers, rows, *work, D, COLUMNS, P, ALL, 0, BIAS, MOMENTS, BY_SAMPLE)),
-            (_consume, (*given, *shared, page1, *barriers, rows, *work, D, COLUMNS, P, ALL, 1, BIAS, MOMENTS, BY_SAMPLE)),
-            (_produce, (x, weight, rest, *shared, *barriers, *work, D, COLUMNS, BY_SAMPLE)),
+            (_consume, (given, page0, rows, shared, barriers, work, D, COLUMNS, P, 0, BIAS, MOMENTS, BY_SAMPLE)),
+            (_consume, (given, page1, rows, shared, barriers, work, D, COLUMNS, P, 1, BIAS, MOMENTS, BY_SAMPLE)),
+            (_produce, (x, weight, rest, shared, barriers, work, D, COLUMNS, BY_SAMPLE)),
         ],
         [4, 1],
         [240, 24],
@@ -345,3 +345,26 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor) 
     mass = torch.empty(b, splits, k, device=x.device, dtype=torch.float32)
     _launch(x, weight.contiguous(), bias, out, membership, energy, mass, d // k, tiles, 1)
     return out, energy, mass
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, membership: Tensor | None, energy: Tensor | None,
+    mass: Tensor | None, p: int, tiles: int, pairs: int,
+) -> None:  # fmt: skip
+    d = x.shape[-1]
+    rows, columns = x.numel() // d, _columns(d, p)
+    blocks = d // columns
+    groups = min(_machine(x.get_device())[1] // blocks, -(-rows // (128 * tiles)))
+    hopper_kernel[(blocks * groups,)](
+        _described(x, rows, 64), _described(weight, weight.numel() // d, min(columns, 128)),
+        _described(weight, weight.numel() // d, 64) if columns == 192 else None, _described(out, rows, 64),
+        membership, bias, energy, mass, rows, tiles, pairs,
+        D=d, COLUMNS=columns, P=p, BIAS=bias is not None,
+        MOMENTS=membership is not None, BY_SAMPLE=weight.dim() == 3, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def _described(x: Tensor, rows: int, height: int) -> Any:
+    """(rows, d) in pieces (height, 64), for the accelerator."""
+    d = x.shape[-1]
+    return TensorDescriptor(x, [rows, d], [d, 1], [height, 64], gl.NVMMASharedLayout(128, 16, 2))

@@ -18,6 +18,7 @@ from dmst import rotary
 from dmst.kernels import plan
 from dmst.kernels.arithmetic import cast
 from dmst.kernels.form import MEMBERSHIP, Form, Weights
+from dmst.kernels.fused import hopper
 from dmst.kernels.fused.adjoint import adjoint_kernel
 from dmst.kernels.fused.by_position import (
     position_assign_kernel,
@@ -32,7 +33,7 @@ from dmst.kernels.fused.moments import finish_kernel, moments_kernel
 from dmst.kernels.fused.score import GROUP, score_kernel
 from dmst.kernels.fused.score_adjoint import gate_adjoint_kernel, into_assign_kernel, into_tokens_kernel
 from dmst.kernels.fused.turn import words
-from dmst.kernels.fused.update import update_kernel
+from dmst.kernels.fused.update import unfold_kernel, update_kernel
 from dmst.kernels.plan import over
 
 F32 = torch.float32
@@ -41,7 +42,7 @@ F32 = torch.float32
 class Kept(NamedTuple):
     """`reference.Steps` in memory order; None where a layer has none."""
 
-    projected: Tensor  # (b, n, k p)
+    projected: Tensor  # (b, n, k p); where `_keeps_weighted`, each head's times its membership
     membership: Tensor  # (b, n, k)
     pooled: Tensor | None  # (b, k)
     gate: Tensor | None  # (b, k)
@@ -54,38 +55,48 @@ def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | N
     """The layer on z (b, n, d), with at least one token."""
     z, weights = _aligned(z), _flat(weights)
     b, n, d = z.shape
-    k = form.num_heads
+    k, p = form.num_heads, d // form.num_heads
     scores = sums = None
     if weights.assign is not None:
         scores, sums = _score(z, weights, form, factors)
-    projected = _linear(z.to(dtype), weights.subspace.to(dtype), cast(weights.subspace_bias, dtype))
-    sweep = plan.whole(b, n, k, d // k) or plan.sweep(b, n, k, d // k)
-    membership, channel = _membership(scores, projected, weights, form, sweep)
     gate = pooled = None
     if form.gate is not None:
         gate, pooled = (torch.empty(b, k, device=z.device, dtype=F32) for _ in range(2))
-    weight = (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
-    bias = cast(weights.out_bias, dtype)
+    tokens, weight_in, bias_in = z.to(dtype), weights.subspace.to(dtype), cast(weights.subspace_bias, dtype)
+    weight_out = (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
+    bias_out = cast(weights.out_bias, dtype)
+
+    if _keeps_weighted(z, form, dtype):
+        assert scores is not None
+        weighted, *partial_sums = hopper.project(tokens, weight_in, bias_in, scores)
+        folded = torch.empty(b, d, d, device=z.device, dtype=dtype)
+        moment, divisor = _finish(*partial_sums, sums, gate, pooled, weight_out, folded, n, form)
+        return hopper.fold_out(weighted, folded, bias_out), Kept(weighted, scores, pooled, gate, moment, divisor, None)
+
+    projected = _linear(tokens, weight_in, bias_in)
+    sweep = plan.whole(b, n, k, p) or plan.sweep(b, n, k, p)
+    membership, channel = _membership(scores, projected, weights, form, sweep)
     fits = not (dtype == torch.float16 and form.token_sparse_rescale)  # pi s alone, with pi up to n, overflows float16
     route = plan.route(b, sweep.splits, form.mode, fits=fits)
-    sums_of_squares = _sums((b, sweep.splits), k, d // k, z.device)
+    partial_sums = _sums((b, sweep.splits), k, p, z.device)
     update = torch.empty_like(projected) if route != "apart" else None
-    _moments(projected, membership, None, sums, *sums_of_squares, gate, pooled, weights.theta, update, form, sweep, route)
+    _moments(projected, membership, None, sums, *partial_sums, gate, pooled, weights.theta, update, form, sweep, route)
+    folded = None
     if sweep.splits == 1:
-        moment, divisor = (x.squeeze(1) for x in sums_of_squares)
+        moment, divisor = (x.squeeze(1) for x in partial_sums)
     else:
         folded = torch.empty(b, d, d, device=z.device, dtype=dtype) if route == "fold" else None
-        moment, divisor = _finish(*sums_of_squares, sums, gate, pooled, weight, folded, n, form)
+        moment, divisor = _finish(*partial_sums, sums, gate, pooled, weight_out, folded, n, form)
     kept = Kept(projected, membership, pooled, gate, moment, divisor, channel)
-    if route == "fold":
-        assert folded is not None and update is not None
+    if folded is not None:
+        assert update is not None
         out = torch.empty_like(projected)
         for x, w, y in zip(update, folded, out, strict=True):
-            torch.mm(x, w.mT, out=y) if bias is None else torch.addmm(bias, x, w.mT, out=y)
+            torch.mm(x, w.mT, out=y) if bias_out is None else torch.addmm(bias_out, x, w.mT, out=y)
         return out, kept
     if update is None:
-        update = _update(kept, weights, form, sweep)
-    return _linear(update, weight, bias), kept
+        update = _update(kept, weights, form, sweep, weighted=False)
+    return _linear(update, weight_out, bias_out), kept
 
 
 def backward(
@@ -108,17 +119,20 @@ def backward(
     grads: dict[str, Tensor] = {}
     weight_out = (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
 
+    weighted = _keeps_weighted(z, form, dtype)
     tied = wanted.subspace and weights.out is None
     dweight_out = None
-    if wanted.out or tied:
-        dweight_out = tokens_out.mT @ _update(kept, weights, form, sweep).flatten(0, 1)
+    if weighted and b <= plan.UNFOLDED and (wanted.out or tied):
+        dweight_out = _unfold(dout.mT @ kept.projected, kept, form)
+    elif wanted.out or tied:
+        dweight_out = tokens_out.mT @ _update(kept, weights, form, sweep, weighted=weighted).flatten(0, 1)
     if wanted.out:
         grads["out"] = dweight_out  # type: ignore[assignment]
     if wanted.out_bias:
         grads["out_bias"] = _column_sums(tokens_out)
 
     flow = tokens_out @ weight_out  # G, then dS in its place
-    dscores, dgate, dtheta, dbias = _adjoint(flow, kept, weights, form, sweep, bool(wanted.subspace_bias))
+    dscores, dgate, dtheta, dbias = _adjoint(flow, kept, weights, form, sweep, bool(wanted.subspace_bias), weighted)
     if form.membership == "energy":
         dscores = MEMBERSHIP["softmax"].pullback(dscores.mT, None, kept.membership.mT, form).mT.contiguous()
         dtemperature, dbias = _energy_adjoint(flow, dscores, kept, weights, form, sweep, bool(wanted.subspace_bias))
@@ -160,8 +174,17 @@ def _flat(weights: Weights) -> Weights:
     return weights._replace(**{name: x.contiguous() for name in small if (x := getattr(weights, name)) is not None})
 
 
+def _keeps_weighted(z: Tensor, form: Form, dtype: torch.dtype) -> bool:
+    """Whether the first product leaves pi s with its moments, in place of s, and each sample has an output weight."""
+    _, n, d = z.shape
+    learned = form.membership == "sigmoid" and form.mode != "proximal" and not form.uniform_moment
+    return learned and plan.weighted(n, d, dtype) and hopper.serves(z.device, dtype, d, d // form.num_heads)
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     flat = x.flatten(0, 1)
+    if plan.by_hand(*flat.shape) and hopper.serves(x.device, x.dtype, x.shape[-1], 16):
+        return hopper.product(flat, weight, bias).view(x.shape)
     out = flat @ weight.mT if bias is None else torch.addmm(bias, flat, weight.mT)
     return out.view(*x.shape[:2], -1)
 
@@ -312,7 +335,7 @@ def _finish(
     return moment, divisor
 
 
-def _update(kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep) -> Tensor:
+def _update(kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, *, weighted: bool) -> Tensor:
     b, n, d = kept.projected.shape
     k = form.num_heads
     out = torch.empty_like(kept.projected)
@@ -320,13 +343,24 @@ def _update(kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep) -> Tens
         kept.projected, kept.membership, kept.second_moment, kept.gate, weights.theta, out,
         n, sweep.span, form.sign,
         K=k, P=d // k, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
-        MODE=MODES[form.mode], GATED=kept.gate is not None, STAGES=sweep.stages, num_warps=sweep.warps,
+        MODE=MODES[form.mode], GATED=kept.gate is not None, WEIGHTED=weighted, STAGES=sweep.stages, num_warps=sweep.warps,
+    )  # fmt: skip
+    return out
+
+
+def _unfold(product: Tensor, kept: Kept, form: Form) -> Tensor:
+    """The gradient of the output weight from dout_b^T pi s (b, d, d)."""
+    b, d, _ = product.shape
+    k, out = form.num_heads, torch.empty(d, d, device=product.device, dtype=F32)
+    unfold_kernel[(over(d, 16), k)](
+        product, kept.second_moment, kept.gate, out, b, form.sign,
+        D=d, K=k, P=d // k, WIDTH=plan.power_of_two(d // k), ROWS=16, MODE=MODES[form.mode], GATED=kept.gate is not None,
     )  # fmt: skip
     return out
 
 
 def _adjoint(
-    flow: Tensor, kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, wants_bias: bool
+    flow: Tensor, kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, wants_bias: bool, weighted: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """dS over G, and the gradients of scores (or membership), gate, theta (b, k), and of the bias (b, splits, k, p)."""
     b, n, d = kept.projected.shape
@@ -345,7 +379,7 @@ def _adjoint(
             n, sweep.span, sweep.splits, form.sign,
             K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
             MODE=MODES[form.mode], GATED=kept.gate is not None, UNIFORM=form.uniform_moment,
-            SIGMOID=form.membership == "sigmoid", SUM=phase[0], PULL=phase[1], BIAS=dbias is not None,
+            SIGMOID=form.membership == "sigmoid", WEIGHTED=weighted, SUM=phase[0], PULL=phase[1], BIAS=dbias is not None,
             STAGES=sweep.stages, num_warps=sweep.warps,
         )  # fmt: skip
     return dscores, dgate, dtheta, dbias

@@ -81,12 +81,8 @@ def into_tokens_kernel(
     e0 = tl.zeros((TOKENS, LANES), tl.float32)
     e1, e2, e3, o0, o1, o2, o3 = e0, e0, e0, e0, e0, e0, e0
     for head in tl.range(0, K, 8, num_stages=1):
-        d0, d1, d2, d3, d4, d5, d6, d7 = _dscores(
-            dscores_ptr, dpooled_ptr, sample, row, here, head, K, TOKENS, LANES, GATED
-        )
-        e0, e1, e2, e3, o0, o1, o2, o3 = _add(
-            e0, e1, e2, e3, o0, o1, o2, o3, d0, assign_ptr, head, pair, D, K, LANES, ASSIGN
-        )
+        d0, d1, d2, d3, d4, d5, d6, d7 = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K, TOKENS, LANES, GATED)
+        e0, e1, e2, e3, o0, o1, o2, o3 = _add(e0, e1, e2, e3, o0, o1, o2, o3, d0, assign_ptr, head, pair, D, K, LANES, ASSIGN)
         if K > 1:
             e0, e1, e2, e3, o0, o1, o2, o3 = _add(
                 e0, e1, e2, e3, o0, o1, o2, o3, d1, assign_ptr, head + 1, pair, D, K, LANES, ASSIGN

@@ -1,4 +1,8 @@
-"""The update itself, one sweep: update_nki = f(pi_nk, c_ki) s_nki, with f and c of `core`. In the dtype of s."""
+"""The update itself, one sweep: update_nki = f(pi_nk, c_ki) s_nki, with f and c of `core`. In the dtype of s.
+
+weighted    what is kept is s' = pi s: update = c s'. Then the output weight's gradient needs no update at all:
+            dW = sum_b dout_b^T update_b = sum_b (dout_b^T s'_b) diag(c_b), from one product a sample (`unfold_kernel`)
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ def update_kernel(
     s_ptr, membership_ptr, moment_ptr, gate_ptr, theta_ptr, out_ptr,
     n, span, sign,
     K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    MODE: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
+    MODE: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
@@ -25,5 +29,30 @@ def update_kernel(
     for first in tl.range(split * span, stop, TOKENS, num_stages=STAGES):
         at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
         s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
-        pi = tl.load(membership_ptr + place, mask=some, other=0.0)
-        tl.store(out_ptr + at, (weigh(pi[:, :, None], c[None], MODE) * s).to(out_ptr.dtype.element_ty), mask=real)
+        if WEIGHTED:
+            update = c[None] * s
+        else:
+            pi = tl.load(membership_ptr + place, mask=some, other=0.0)
+            update = weigh(pi[:, :, None], c[None], MODE) * s
+        tl.store(out_ptr + at, update.to(out_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def unfold_kernel(
+    product_ptr, moment_ptr, gate_ptr, out_ptr, b, sign,
+    D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """The columns of one head of dW, a few rows: out (d, d), product (b, d, d)."""
+    row, which, channel = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1), tl.arange(0, WIDTH)
+    real = (row[:, None] < D) & (channel[None, :] < P)
+    at = row[:, None] * D + which * P + channel[None, :]
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    product = product_ptr + at
+    for sample in range(b):
+        gate = tl.load(gate_ptr + sample * K + which) if GATED else 1.0
+        moment = tl.load(moment_ptr + (sample * K + which) * P + channel, mask=channel < P, other=0.0)
+        c = factor(attenuation(moment, gate), gate, 1.0, sign, MODE)
+        total += tl.load(product, mask=real, other=0.0).to(tl.float32) * c[None, :]
+        product += D * D
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=real)
