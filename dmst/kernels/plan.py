@@ -83,7 +83,7 @@ def into_tokens(d: int) -> Tile:
 
 
 def into_assign(d: int) -> Tile:
-    return Tile(8, min(64, max(8, power_of_two(d))), 2)
+    return Tile(16, min(64, max(8, power_of_two(d))), 2)
 
 
 class Batch(NamedTuple):

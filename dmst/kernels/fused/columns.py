@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dmst.kernels.fused.launch import launched
 
+
+@launched
 @triton.jit
 def columns_kernel(
     x_ptr, out_ptr, rows, span, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr

@@ -43,6 +43,7 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     GLUON = triton.__version__.startswith(("3.6.", "3.7.", "3.8."))  # it is experimental: those it was compiled with
+    SWIZZLED = gl.NVMMASharedLayout(128, 16, 2)
 except ImportError:
     import triton as gluon  # so that what is below can be defined, and is never compiled
     import triton.language as gl
@@ -123,13 +124,13 @@ def _multiply(
         sums = warpgroup_mma_wait(0, deps=(sums,))
     _release(empty, weight_empty, tile * PIECES + PIECES - 1, PIECES - 1, done, BY_SAMPLE)
     if COLUMNS == 64:
-        return (sums,)
-    left, right = sums.reshape([64, 2, 64]).permute(0, 2, 1).split()
-    left = gl.convert_layout(left, PIECE, assert_trivial=True)
-    right = gl.convert_layout(right, PIECE, assert_trivial=True)
-    if COLUMNS == 128:
-        return (left, right)
-    return (left, right, others)
+        pieces = (sums,)
+    else:
+        left, right = sums.reshape([64, 2, 64]).permute(0, 2, 1).split()
+        pieces = (gl.convert_layout(left, PIECE, assert_trivial=True), gl.convert_layout(right, PIECE, assert_trivial=True))
+    if COLUMNS == 192:
+        pieces = pieces + (others,)
+    return pieces
 
 
 @gluon.jit
@@ -367,4 +368,4 @@ def _launch(
 def _described(x: Tensor, rows: int, height: int) -> Any:
     """(rows, d) in pieces (height, 64), for the accelerator."""
     d = x.shape[-1]
-    return TensorDescriptor(x, [rows, d], [d, 1], [height, 64], gl.NVMMASharedLayout(128, 16, 2))
+    return TensorDescriptor(x, [rows, d], [d, 1], [height, 64], SWIZZLED)

@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 
 from dmst.kernels.fused.gate import pull_back
+from dmst.kernels.fused.launch import launched
 from dmst.kernels.fused.turn import beside, fetch, four, places, turns, unpack, weight_pairs
 
 
+@launched
 @triton.jit
 def gate_adjoint_kernel(
     dgate_ptr, pooled_ptr, dpooled_ptr, n, scale, K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr
@@ -60,6 +62,7 @@ def _add(e0, e1, e2, e3, o0, o1, o2, o3, dscore, assign_ptr, head, pair, D: tl.c
     return e0, e1, e2, e3, o0, o1, o2, o3
 
 
+@launched
 @triton.jit
 def into_tokens_kernel(
     assign_ptr, dscores_ptr, dpooled_ptr, product_ptr, far_cos, far_sin, near_cos, near_sin, dz_ptr,
@@ -120,10 +123,19 @@ def into_tokens_kernel(
 
 
 @triton.jit
-def _share(even_sum, odd_sum, even, odd, dscore, TOKENS: tl.constexpr, LANES: tl.constexpr):
-    """The sums of one head, and dscore times this tile added to them."""
-    wide = tl.reshape(tl.broadcast_to(dscore[:, :, None], (TOKENS, LANES, 4)), (TOKENS, 4 * LANES))
-    return tl.fma(wide, even, even_sum), tl.fma(wide, odd, odd_sum)
+def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The upper and the lower half of the rows of x (2 ROWS, COLUMNS)."""
+    return tl.split(tl.permute(tl.reshape(x, (2, ROWS, COLUMNS)), (1, 2, 0)))
+
+
+@triton.jit
+def _share(even_sum, odd_sum, even_0, odd_0, even_1, odd_1, dscore, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """The sums of one head, and dscore times the two halves of this tile added to them."""
+    upper, lower = _halves(dscore, ROWS, LANES)
+    upper = tl.reshape(tl.broadcast_to(upper[:, :, None], (ROWS, LANES, 4)), (ROWS, 4 * LANES))
+    lower = tl.reshape(tl.broadcast_to(lower[:, :, None], (ROWS, LANES, 4)), (ROWS, 4 * LANES))
+    even_sum, odd_sum = tl.fma(upper, even_0, even_sum), tl.fma(upper, odd_0, odd_sum)
+    return tl.fma(lower, even_1, even_sum), tl.fma(lower, odd_1, odd_sum)
 
 
 @triton.jit
@@ -133,6 +145,7 @@ def _leave(dassign_ptr, even_sum, odd_sum, head, pair, D: tl.constexpr, K: tl.co
     tl.store(at + 1, tl.sum(odd_sum, 0), mask=(head < K) & (2 * pair + 1 < D))
 
 
+@launched
 @triton.jit
 def into_assign_kernel(
     z_ptr, dscores_ptr, dpooled_ptr, far_cos, far_sin, near_cos, near_sin, dassign_ptr,
@@ -145,7 +158,8 @@ def into_assign_kernel(
     EVEN: tl.constexpr = D % CHANNELS == 0
     first_head = tl.program_id(2) * 8
     pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)[None, :]
-    e0 = tl.zeros((TOKENS, PAIRS), tl.float32)
+    ROWS: tl.constexpr = TOKENS // 2
+    e0 = tl.zeros((ROWS, PAIRS), tl.float32)
     e1, e2, e3, e4, e5, e6, e7 = e0, e0, e0, e0, e0, e0, e0
     o0, o1, o2, o3, o4, o5, o6, o7 = e0, e0, e0, e0, e0, e0, e0, e0
     begin = tl.program_id(0) * run
@@ -159,24 +173,26 @@ def into_assign_kernel(
         if ROTARY:
             cos, sin = turns(far_cos, far_sin, near_cos, near_sin, far, near, pair, D // 2, EVEN)
             even, odd = even * cos - odd * sin, odd * cos + even * sin
+        even_0, even_1 = _halves(even, ROWS, PAIRS)
+        odd_0, odd_1 = _halves(odd, ROWS, PAIRS)
         d0, d1, d2, d3, d4, d5, d6, d7 = _dscores(
             dscores_ptr, dpooled_ptr, sample, row, here, first_head, K, TOKENS, LANES, GATED
         )
-        e0, o0 = _share(e0, o0, even, odd, d0, TOKENS, LANES)
+        e0, o0 = _share(e0, o0, even_0, odd_0, even_1, odd_1, d0, ROWS, LANES)
         if K > 1:
-            e1, o1 = _share(e1, o1, even, odd, d1, TOKENS, LANES)
+            e1, o1 = _share(e1, o1, even_0, odd_0, even_1, odd_1, d1, ROWS, LANES)
         if K > 2:
-            e2, o2 = _share(e2, o2, even, odd, d2, TOKENS, LANES)
+            e2, o2 = _share(e2, o2, even_0, odd_0, even_1, odd_1, d2, ROWS, LANES)
         if K > 3:
-            e3, o3 = _share(e3, o3, even, odd, d3, TOKENS, LANES)
+            e3, o3 = _share(e3, o3, even_0, odd_0, even_1, odd_1, d3, ROWS, LANES)
         if K > 4:
-            e4, o4 = _share(e4, o4, even, odd, d4, TOKENS, LANES)
+            e4, o4 = _share(e4, o4, even_0, odd_0, even_1, odd_1, d4, ROWS, LANES)
         if K > 5:
-            e5, o5 = _share(e5, o5, even, odd, d5, TOKENS, LANES)
+            e5, o5 = _share(e5, o5, even_0, odd_0, even_1, odd_1, d5, ROWS, LANES)
         if K > 6:
-            e6, o6 = _share(e6, o6, even, odd, d6, TOKENS, LANES)
+            e6, o6 = _share(e6, o6, even_0, odd_0, even_1, odd_1, d6, ROWS, LANES)
         if K > 7:
-            e7, o7 = _share(e7, o7, even, odd, d7, TOKENS, LANES)
+            e7, o7 = _share(e7, o7, even_0, odd_0, even_1, odd_1, d7, ROWS, LANES)
         over = tile + 1 == tiles
         sample, tile = tl.where(over, sample + 1, sample), tl.where(over, 0, tile + 1)
     out = dassign_ptr + tl.program_id(0).to(tl.int64) * (K * D)

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 
 from dmst.kernels.fused.core import PROXIMAL, attenuation, factor, gate_of_heads, head_block, tile, weigh
+from dmst.kernels.fused.launch import launched
 
 
+@launched
 @triton.jit
 def update_kernel(
     s_ptr, membership_ptr, moment_ptr, gate_ptr, theta_ptr, out_ptr,
@@ -37,6 +39,7 @@ def update_kernel(
         tl.store(out_ptr + at, update.to(out_ptr.dtype.element_ty), mask=real)
 
 
+@launched
 @triton.jit
 def unfold_kernel(
     product_ptr, moment_ptr, gate_ptr, out_ptr, b, sign,
