@@ -23,32 +23,39 @@ BLOCK = dict(K=8, P=48, HEADS=2, WIDTH=64, TOKENS=16)
 ALONG = dict(BLOCK, ALL=8, UNIFORM=False, NORMALIZE=False, FINISH=True, DELTA=True, GATE=1, ACTIVE=0, UPDATE=True,
              WEIGHTED=False, MODE=0, STAGES=2)
 FOLD = dict(ALONG, FINISH=False, UPDATE=False, WEIGHTED=True)
-SCORE = dict(D=384, K=8, TOKENS=64, CHANNELS=64, Z=1, ASSIGN=1, ROTARY=1, BIAS=False, SIGMOID=True, SUMS=True)
+TURNED = dict(D=384, K=8, TOKENS=16, CHANNELS=32, ROTARY=True, LEVEL=True)
+SCORE = dict(TURNED, Z=1, ASSIGN=1, BIAS=False, SIGMOID=True, SUMS=True)
 FINISH = dict(D=384, K=8, P=48, ALL=8, WIDTH=64, ROWS=64, UNIFORM=False, DELTA=True, GATE=1, ACTIVE=0, FOLD=True, MODE=0)
-ADJOINT = dict(BLOCK, MODE=0, GATED=True, UNIFORM=False, SIGMOID=True, SUM=True, PULL=True, BIAS=True, STAGES=2)
-SMALL = dict(D=384, K=8, HEADS=16, TOKENS=64, CHANNELS=64, ROTARY=1, GATED=True, PRECISION="tf32")
-BACK, ASSIGN = dict(SMALL, ASSIGN=1), dict(SMALL, Z=1, BIAS=True)
+ADJOINT = dict(BLOCK, MODE=0, GATED=True, UNIFORM=False, SIGMOID=True, WEIGHTED=False, SUM=True, PULL=True,
+               BIAS=True, STAGES=2)
+BACK, ASSIGN = dict(TURNED, ASSIGN=1, GATED=True), dict(TURNED, Z=1, GATED=True)
 PLACE = dict(D=384, K=8, HEADS=8, SAMPLES=32, CHANNELS=64)
-UPDATE = dict(BLOCK, MODE=0, GATED=True, STAGES=2)
+UPDATE = dict(BLOCK, MODE=0, GATED=True, WEIGHTED=False, STAGES=2)
+UNFOLD = dict(D=384, K=8, P=48, WIDTH=64, ROWS=8, MODE=0, GATED=True)
 ENERGY = dict(BLOCK, HEADS=8, NORMALIZE=True, SCORED=True)
 CASES = {
     "score": [(score.score_kernel, c) for c in (
-        SCORE, dict(SCORE, K=3, BIAS=True, ASSIGN=0, Z=2), dict(SCORE, Z=0, ROTARY=0, SIGMOID=False))],
+        SCORE, dict(SCORE, K=3, BIAS=True, ASSIGN=0, Z=2), dict(SCORE, Z=0, ROTARY=False, SIGMOID=False),
+        dict(SCORE, Z=3, ASSIGN=3, LEVEL=False, K=12, D=100))],
     "moments": [(moments.moments_kernel, c) for c in (
         ALONG, FOLD, dict(ALONG, GATE=0, MODE=2), dict(ALONG, GATE=4, ACTIVE=2), dict(ALONG, UNIFORM=True, GATE=0, DELTA=False),
         dict(FOLD, WEIGHTED=False, NORMALIZE=True, GATE=0), dict(ALONG, MODE=1, ACTIVE=2))],
     "finish": [(moments.finish_kernel, c) for c in (FINISH, dict(FINISH, FOLD=False, GATE=0), dict(FINISH, GATE=2, MODE=1))],
     "adjoint": [(adjoint.adjoint_kernel, c) for c in (
         ADJOINT, dict(ADJOINT, PULL=False), dict(ADJOINT, SUM=False, MODE=1), dict(ADJOINT, MODE=2),
-        dict(ADJOINT, UNIFORM=True, GATED=False, SIGMOID=False))],
-    "score_adjoint": [(score_adjoint.into_tokens_kernel, c) for c in (BACK, dict(BACK, ASSIGN=0, ROTARY=0, GATED=False))]
-    + [(score_adjoint.into_assign_kernel, c) for c in (ASSIGN, dict(ASSIGN, Z=0, ROTARY=0, BIAS=False, PRECISION="ieee"))]
+        dict(ADJOINT, UNIFORM=True, GATED=False, SIGMOID=False), dict(ADJOINT, WEIGHTED=True, PULL=False),
+        dict(ADJOINT, WEIGHTED=True, SUM=False))],
+    "score_adjoint": [(score_adjoint.into_tokens_kernel, c) for c in (
+        BACK, dict(BACK, ASSIGN=0, ROTARY=False, GATED=False), dict(BACK, ASSIGN=3, LEVEL=False, K=12))]
+    + [(score_adjoint.into_assign_kernel, c) for c in (
+        ASSIGN, dict(ASSIGN, Z=0, ROTARY=False, GATED=False), dict(ASSIGN, Z=3, LEVEL=False, K=12))]
     + [(score_adjoint.gate_adjoint_kernel, dict(K=8, ALL=8, GATE=gate, ACTIVE=2 * (gate == 1))) for gate in (1, 2, 3, 4, 5)],
     "by_position": [(by_position.rotated_kernel, dict(D=384, K=8, HEADS=8, PAIRS=64, ASSIGN=1)),
                     (by_position.position_score_kernel, dict(PLACE, BIAS=True, SIGMOID=True, SUMS=True, STAGES=3)),
-                    (by_position.position_tokens_kernel, dict(PLACE, GATED=True)),
                     (by_position.position_assign_kernel, dict(PLACE, GATED=True, STAGES=3))],
     "rest": [(update.update_kernel, UPDATE), (update.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
+             (update.update_kernel, dict(UPDATE, WEIGHTED=True)), (update.unfold_kernel, UNFOLD),
+             (update.unfold_kernel, dict(UNFOLD, GATED=False, MODE=1)),
              (energy.energy_kernel, ENERGY), (energy.energy_kernel, dict(ENERGY, NORMALIZE=False, SCORED=False)),
              (energy.energy_adjoint_kernel, dict(BLOCK, NORMALIZE=True, BIAS=True, STAGES=2)),
              (columns.columns_kernel, dict(D=384, ROWS=32, COLUMNS=128, STAGES=3))],
@@ -61,8 +68,9 @@ REALS = {"scale", "delta", "sign"}
 def kind(kernel, name, constants):
     if name in REALS:
         return S
-    if (name, constants.get("Z")) in (("z_ptr", 1), ("z_ptr", 2)) or (name, constants.get("ASSIGN")) == ("assign_ptr", 1):
-        return "*i32"
+    words = {1: "*i32", 2: "*i32", 3: "*i64"}
+    if (word := words.get(constants.get({"z_ptr": "Z", "assign_ptr": "ASSIGN"}.get(name)))) is not None:
+        return word
     if name in LOW or (name == "out_ptr" and kernel in (update.update_kernel, by_position.rotated_kernel)) or (
         name == "weight_ptr" and kernel is moments.finish_kernel
     ):

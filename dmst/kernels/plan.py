@@ -12,7 +12,7 @@ import torch
 
 STEP = 32  # tokens in one rotary step: a tile of the score kernels lies within one
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
-ASSIGN_PROGRAMS = 176  # rows of partial sums for the gradient of `assign`
+ASSIGN_PROGRAMS = 132  # rows of partial sums for the gradient of `assign`
 FOLDED = 4  # samples at most, each with an output product of its own
 UNFOLDED = 64  # samples at most whose products with dout are summed up for the output weight's gradient
 BY_HAND = 16384  # rows from which our own product serves
@@ -83,7 +83,7 @@ def into_tokens(d: int) -> Tile:
 
 
 def into_assign(d: int) -> Tile:
-    return Tile(16, min(64, max(8, power_of_two(d))), 2)
+    return Tile(16, min(32, max(8, power_of_two(d))), 1)
 
 
 class Batch(NamedTuple):

@@ -1,26 +1,28 @@
-"""The two large products on Hopper, written in Gluon, with what the passes beside them would read again.
+"""The two large products on Hopper, in Gluon, with what the passes next to them would otherwise read or write again.
 
-    product   out = x weight^T + bias
-    project   s = x weight^T + bias, float32;  weighted_nki = pi_nk s_nki;  energy_ki = sum_n pi_nk s_nki^2;  mass_k = sum_n pi_nk
-    fold_out  out_b = x_b weight_b^T + bias, a weight for each sample
+    product    out = x weight^T + bias
+    project    s = x weight^T + bias, float32        weighted_nki = pi_nk s_nki, in place of s
+               energy_ki = sum_n pi_nk s_nki^2       mass_k = sum_n pi_nk
+    fold_out   out_b = x_b weight_b^T + bias         a weight for each sample
 
-One program a multiprocessor, for the whole launch. It keeps a block of 192, 128 or 64 rows of the weight in shared memory, the
-columns of the output that it makes, and walks over its part of the tokens. Three groups of warps work at the same time:
+One program a multiprocessor, as long as the launch lasts. It holds 192, 128 or 64 rows of the weight in shared memory, that is
+its columns of the output (whole heads), and walks over its share of the tokens. Its warps have three tasks at the same time:
 
-    producer     one warp: the tensor memory accelerator brings 64 x 64 pieces of x into a ring of 8 slots
-    consumer 0   four warps: a tile of 64 tokens, products and what is done with them
-    consumer 1   the same with the next tile: it multiplies while the other one finishes its tile
+    producer     one warp: the copy engine brings x in pieces of 64 tokens by 64 channels, into a ring of 8 slots
+    consumer 0   four warps: a tile of 64 tokens, first its products, then what becomes of them
+    consumer 1   the same with another tile, and multiplies while consumer 0 finishes
 
-`tiles` of one consumer follow each other, two such runs are a pair, and a program takes neighbouring pairs. In `project` the sums
-over a run stay in registers; a warp holds a quarter of each tile and leaves one row of its own, so that a sample has
-4 n / (64 tiles) rows, all of them written. A column block holds whole heads.
+A consumer takes a run of `tiles` tiles, the two of them a pair of runs, a program pairs that follow each other. The sums of
+`project` stay in registers for a run. Each warp has a quarter of every tile and leaves a row of its own: 4 n / (64 tiles) rows
+a sample, all of them written.
 
-A ring slot is named by the piece's number in the order of the producer. Its arrival is told to the consumer on one of that
-consumer's own 8 barriers, named by the piece's number among its own: on a common one a consumer could be two phases ahead of the
-other, and a parity does not tell these apart. Each piece of the weight has a barrier that says it is there and one that says
-both consumers are done with it, so that with the next sample it is replaced while the others are still in use.
+Barriers. Slots follow the order of the producer. That a piece has come is told on one of 8 barriers of its consumer, in the
+order of that consumer's pieces: a common barrier could be two phases behind the one who waits, which its parity does not show.
+A piece of the weight has two, for "it is there" and for "both consumers are done with it", so that the next sample's pieces
+come while the last ones are still in use.
 """
 
+# mypy: disallow-untyped-defs=False, disable-error-code=assignment
 from __future__ import annotations
 
 from functools import cache
@@ -42,21 +44,19 @@ try:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    GLUON = triton.__version__.startswith(("3.6.", "3.7.", "3.8."))  # it is experimental: those it was compiled with
+    GLUON = triton.__version__.startswith(("3.6.", "3.7.", "3.8."))  # an experiment of theirs: only where this was compiled
     SWIZZLED = gl.NVMMASharedLayout(128, 16, 2)
 except ImportError:
-    import triton as gluon  # so that what is below can be defined, and is never compiled
+    import triton as gluon  # enough for the definitions below, which nobody calls then
     import triton.language as gl
 
     GLUON = False
 
-SLOTS: gl.constexpr = gl.constexpr(8)  # of the ring, 8 KB each: what the weight leaves free at width 384
+SLOTS: gl.constexpr = gl.constexpr(8)  # 8 KB each: what a weight of width 384 leaves free
 
 
 @gluon.jit
-def _produce(
-    x, weight, rest, shared, barriers, work, D: gl.constexpr, COLUMNS: gl.constexpr, BY_SAMPLE: gl.constexpr
-):
+def _produce(x, weight, rest, shared, barriers, work, D: gl.constexpr, COLUMNS: gl.constexpr, BY_SAMPLE: gl.constexpr):
     """Every piece of x in the order in which it is needed, and those of the weight with the first tile that needs them."""
     PIECES: gl.constexpr = D // 64
     ring, weights, rests = shared
@@ -103,7 +103,9 @@ def _multiply(
     full, empty, weight_full, weight_empty = barriers
     sums = gl.zeros([64, MOST], gl.float32, LAYOUT)
     others = gl.zeros([64, 64], gl.float32, PIECE)
-    zero = tile >> 30
+    zero = (
+        tile >> 30
+    )  # which the compiler does not know: it would keep the addresses of all pieces in registers, and spill them
     for k in gl.static_range(PIECES):
         piece, mine = tile * PIECES + k, tile // 2 * PIECES + k
         mbarrier.wait(full.index(WHICH * SLOTS + mine % SLOTS), (mine // SLOTS) & 1)
@@ -129,7 +131,7 @@ def _multiply(
         left, right = sums.reshape([64, 2, 64]).permute(0, 2, 1).split()
         pieces = (gl.convert_layout(left, PIECE, assert_trivial=True), gl.convert_layout(right, PIECE, assert_trivial=True))
     if COLUMNS == 192:
-        pieces = pieces + (others,)
+        pieces += (others,)
     return pieces
 
 
@@ -147,7 +149,7 @@ def _shares(membership_ptr, row, head, K: gl.constexpr, HEADS: gl.constexpr):
     token = row + gl.arange(0, 64, layout=LAYOUT)
     shares = ()
     for h in gl.static_range(HEADS):
-        shares = shares + (gl.load(membership_ptr + token * K + (head + h)),)
+        shares += (gl.load(membership_ptr + token * K + (head + h)),)
     return shares
 
 
@@ -165,27 +167,23 @@ def _spread(shares, P: gl.constexpr, FIRST: gl.constexpr):
 @gluon.jit
 def _by_warp(x):
     """(64, 64) or (64,): the two tokens that a thread holds of each column added, (warp, token, column) or (warp, token)."""
-    if len(x.shape) == 1:
-        return gl.sum(x.reshape([4, 2, 8]), axis=1)
-    else:
-        return gl.sum(x.reshape([4, 2, 8, 64]), axis=1)
+    x = x.reshape([4, 2, 8]) if len(x.shape) == 1 else x.reshape([4, 2, 8, 64])
+    return gl.sum(x, axis=1)
 
 
 @gluon.jit
-def _store_energy(energy_ptr, total, part, first, D: gl.constexpr):
-    """The sums of 64 columns, one row a warp."""
-    total = gl.sum(total, axis=1)
-    LAYOUT: gl.constexpr = total.type.layout
-    column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)), 0)
-    warp = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    gl.store(energy_ptr + (part * 4 + warp) * D + first + column, total)
-
-
-@gluon.jit
-def _store_mass(mass_ptr, total, part, head, K: gl.constexpr):
-    total = gl.sum(total, axis=1)
-    warp = gl.arange(0, 4, layout=total.type.layout)
-    gl.store(mass_ptr + (part * 4 + warp) * K + head, total)
+def _leave(energy, mass, energy_ptr, mass_ptr, part, real, block, D: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr):
+    """The sums of a run, one row a warp, if there are such tokens: the last pair may be half of one."""
+    if real:
+        for c in gl.static_range(COLUMNS // 64):
+            total = gl.sum(energy[c], axis=1)
+            warp = part * 4 + gl.arange(0, 4, layout=gl.SliceLayout(1, total.type.layout))
+            column = block * COLUMNS + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, total.type.layout))
+            gl.store(energy_ptr + gl.expand_dims(warp * D, 1) + gl.expand_dims(column, 0), total)
+        for h in gl.static_range(COLUMNS // P):
+            sums = gl.sum(mass[h], axis=1)
+            row = part * 4 + gl.arange(0, 4, layout=sums.type.layout)
+            gl.store(mass_ptr + row * (D // P) + (block * (COLUMNS // P) + h), sums)
 
 
 @gluon.jit
@@ -203,7 +201,7 @@ def _consume(
         bias = ()
         for c in gl.static_range(COLUMNS // 64):
             column = block * COLUMNS + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, PIECE))
-            bias = bias + (gl.load(bias_ptr + column),)
+            bias += (gl.load(bias_ptr + column),)
     for pair in range(first, last):
         part = pair * 2 + WHICH
         turn = 0
@@ -224,7 +222,7 @@ def _consume(
                 added = ()
                 summed = ()
                 for h in gl.static_range(HEADS):
-                    summed = summed + (mass[h] + _by_warp(shares[h]),)
+                    summed += (mass[h] + _by_warp(shares[h]),)
                 mass = summed
             for c in gl.static_range(COLUMNS // 64):
                 s = sums[c]
@@ -238,15 +236,11 @@ def _consume(
                 fence_async_shared()
                 tma.async_copy_shared_to_global(out, [row, block * COLUMNS + c * 64], page)
                 if MOMENTS:
-                    added = added + (energy[c] + _by_warp(value * s),)
+                    added += (energy[c] + _by_warp(value * s),)
             if MOMENTS:
                 energy = added
         if MOMENTS:
-            if part * tiles * 64 < rows:
-                for c in gl.static_range(COLUMNS // 64):
-                    _store_energy(energy_ptr, energy[c], part, block * COLUMNS + c * 64, D)
-                for h in gl.static_range(HEADS):
-                    _store_mass(mass_ptr, mass[h], part, head + h, D // P)
+            _leave(energy, mass, energy_ptr, mass_ptr, part, part * tiles * 64 < rows, block, D, COLUMNS, P)
     tma.store_wait(0)
 
 
@@ -336,7 +330,7 @@ def fold_out(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of x (b, n, d), n a multiple of 64: membership times s (b, n, d), and the rows of energy (b, rows, k, p), mass (b, rows, k)."""
+    """membership (b, n, k) times s (b, n, d), and rows of energy (b, rows, k, p) and mass (b, rows, k); n is a multiple of 64."""
     b, n, d = x.shape
     k = membership.shape[-1]
     tiles = next(tiles for tiles in (8, 4, 2, 1) if n // 64 % tiles == 0)

@@ -352,9 +352,9 @@ def _unfold(product: Tensor, kept: Kept, form: Form) -> Tensor:
     """The gradient of the output weight from dout_b^T pi s (b, d, d)."""
     b, d, _ = product.shape
     k, out = form.num_heads, torch.empty(d, d, device=product.device, dtype=F32)
-    unfold_kernel[(over(d, 16), k)](
+    unfold_kernel[(over(d, 8), k)](
         product, kept.second_moment, kept.gate, out, b, form.sign,
-        D=d, K=k, P=d // k, WIDTH=plan.power_of_two(d // k), ROWS=16, MODE=MODES[form.mode], GATED=kept.gate is not None,
+        D=d, K=k, P=d // k, WIDTH=plan.power_of_two(d // k), ROWS=8, MODE=MODES[form.mode], GATED=kept.gate is not None,
     )  # fmt: skip
     return out
 

@@ -52,7 +52,7 @@ def unfold_kernel(
     at = row[:, None] * D + which * P + channel[None, :]
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     product = product_ptr + at
-    for sample in range(b):
+    for sample in tl.range(0, b, num_stages=4):
         gate = tl.load(gate_ptr + sample * K + which) if GATED else 1.0
         moment = tl.load(moment_ptr + (sample * K + which) * P + channel, mask=channel < P, other=0.0)
         c = factor(attenuation(moment, gate), gate, 1.0, sign, MODE)
