@@ -6,6 +6,7 @@ tuned at run time.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -42,20 +43,30 @@ def power_of_two(x: int) -> int:
 
 
 def sweep(b: int, n: int, k: int, p: int) -> Sweep:
-    width = power_of_two(p)
-    heads = max(1, min(power_of_two(k), 256 // width))
-    tokens = max(1, min(power_of_two(n), 2048 // (heads * width)))
-    splits = max(1, min(over(PROGRAMS, b * over(k, heads)), over(n, max(tokens, 64))))
-    span = over(over(n, splits), tokens) * tokens
-    return Sweep(heads, width, tokens, over(n, span), span, warps=4, stages=3)
+    return _sweep(b, n, k, p, PROGRAMS)
 
 
 def whole(b: int, n: int, k: int, p: int) -> Sweep | None:
     """Each sample in one program for its heads, twice over its tokens; None where there are too few samples for that."""
+    return _whole(b, n, k, p, PROGRAMS)
+
+
+@lru_cache(1024)
+def _sweep(b: int, n: int, k: int, p: int, programs: int) -> Sweep:
     width = power_of_two(p)
-    for columns, programs in ((256, PROGRAMS), (128, PROGRAMS // 2)):
+    heads = max(1, min(power_of_two(k), 256 // width))
+    tokens = max(1, min(power_of_two(n), 2048 // (heads * width)))
+    splits = max(1, min(over(programs, b * over(k, heads)), over(n, max(tokens, 64))))
+    span = over(over(n, splits), tokens) * tokens
+    return Sweep(heads, width, tokens, over(n, span), span, warps=4, stages=3)
+
+
+@lru_cache(1024)
+def _whole(b: int, n: int, k: int, p: int, programs: int) -> Sweep | None:
+    width = power_of_two(p)
+    for columns, least in ((256, programs), (128, programs // 2)):
         heads = max(1, min(power_of_two(k), columns // width))
-        if b * over(k, heads) >= programs:
+        if b * over(k, heads) >= least:
             tokens = max(1, min(power_of_two(n), 8192 // (heads * width)))
             return Sweep(heads, width, tokens, 1, over(n, tokens) * tokens, warps=4, stages=3)
     return None

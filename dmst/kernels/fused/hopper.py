@@ -32,6 +32,8 @@ import torch
 import triton
 from torch import Tensor
 
+from dmst.kernels.plan import over
+
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -56,7 +58,7 @@ SLOTS: gl.constexpr = gl.constexpr(8)  # 8 KB each: what a weight of width 384 l
 
 
 @gluon.jit
-def _produce(x, weight, rest, shared, barriers, work, D: gl.constexpr, COLUMNS: gl.constexpr, BY_SAMPLE: gl.constexpr):
+def _produce(x, weight, shared, barriers, work, D: gl.constexpr, COLUMNS: gl.constexpr, BY_SAMPLE: gl.constexpr):
     """Every piece of x in the order in which it is needed, and those of the weight with the first tile that needs them."""
     PIECES: gl.constexpr = D // 64
     ring, weights, rests = shared
@@ -83,10 +85,10 @@ def _produce(x, weight, rest, shared, barriers, work, D: gl.constexpr, COLUMNS: 
             if fresh:
                 mbarrier.wait(weight_empty.index(k), turn ^ 1)
                 mbarrier.expect(weight_full.index(k), COLUMNS * 64 * 2)
-                at = sample * D + block * COLUMNS
-                tma.async_copy_global_to_shared(weight, [at, k * 64], weight_full.index(k), weights.index(k))
-                if COLUMNS == 192:
-                    tma.async_copy_global_to_shared(rest, [at + 128, k * 64], weight_full.index(k), rests.index(k))
+                for c in gl.static_range(COLUMNS // 64):
+                    to = rests.index(k) if c == 2 else weights.index(k).slice(c * 64, 64)
+                    at = sample * D + block * COLUMNS + c * 64
+                    tma.async_copy_global_to_shared(weight, [at, k * 64], weight_full.index(k), to)
 
 
 @gluon.jit
@@ -94,7 +96,7 @@ def _multiply(
     shared, barriers, tile, turn, done,
     D: gl.constexpr, COLUMNS: gl.constexpr, WHICH: gl.constexpr, BY_SAMPLE: gl.constexpr,
 ):  # fmt: skip
-    """The products of one tile as pieces of 64 columns. A slot is free again once the product after its own is on its way."""
+    """The products of one tile, in pieces of 64 columns. A piece of x is given back once the next product is on its way."""
     PIECES: gl.constexpr = D // 64
     MOST: gl.constexpr = 64 if COLUMNS == 64 else 128
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MOST, 16])
@@ -137,6 +139,7 @@ def _multiply(
 
 @gluon.jit
 def _release(empty, weight_empty, piece, k, done, BY_SAMPLE: gl.constexpr):
+    """Gives back a piece of x, and that of the weight if it was the last product of the sample."""
     mbarrier.arrive(empty.index(piece % SLOTS), count=1)
     if BY_SAMPLE:
         mbarrier.arrive(weight_empty.index(k), count=1, pred=done)
@@ -246,11 +249,11 @@ def _consume(
 
 @gluon.jit
 def hopper_kernel(
-    x, weight, rest, out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, rows, tiles, pairs,
+    x, weight, out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, rows, tiles, pairs,
     D: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, BIAS: gl.constexpr, MOMENTS: gl.constexpr,
     BY_SAMPLE: gl.constexpr,
 ):  # fmt: skip
-    """x, out (rows, D) and weight (D or samples D, D) in pieces; `pairs` of a sample; see the file for the rest."""
+    """x and out (rows, D), weight (D, D) or one below the other; a sample has `pairs` pairs."""
     PIECES: gl.constexpr = D // 64
     BLOCKS: gl.constexpr = D // COLUMNS
     block, group = gl.program_id(0) % BLOCKS, gl.program_id(0) // BLOCKS
@@ -259,10 +262,10 @@ def hopper_kernel(
     first, last = every * group // groups, every * (group + 1) // groups
 
     ring = gl.allocate_shared_memory(x.dtype, [SLOTS, 64, 64], x.layout)
-    weights = gl.allocate_shared_memory(x.dtype, [PIECES, weight.block_shape[0], 64], weight.layout)
-    rests = gl.allocate_shared_memory(x.dtype, [PIECES, 64, 64], rest.layout) if COLUMNS == 192 else weights
-    page0 = gl.allocate_shared_memory(x.dtype, [64, 64], out.layout)
-    page1 = gl.allocate_shared_memory(x.dtype, [64, 64], out.layout)
+    weights = gl.allocate_shared_memory(x.dtype, [PIECES, 64 if COLUMNS == 64 else 128, 64], x.layout)
+    rests = gl.allocate_shared_memory(x.dtype, [PIECES, 64, 64], x.layout) if COLUMNS == 192 else weights
+    page0 = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout)
+    page1 = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     weight_full = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
@@ -284,7 +287,7 @@ def hopper_kernel(
         [
             (_consume, (given, page0, rows, shared, barriers, work, D, COLUMNS, P, 0, BIAS, MOMENTS, BY_SAMPLE)),
             (_consume, (given, page1, rows, shared, barriers, work, D, COLUMNS, P, 1, BIAS, MOMENTS, BY_SAMPLE)),
-            (_produce, (x, weight, rest, shared, barriers, work, D, COLUMNS, BY_SAMPLE)),
+            (_produce, (x, weight, shared, barriers, work, D, COLUMNS, BY_SAMPLE)),
         ],
         [4, 1],
         [240, 24],
@@ -318,48 +321,55 @@ def serves(device: torch.device, dtype: torch.dtype, d: int, p: int) -> bool:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (m, d) by weight (d, d) transposed, and bias (d)."""
     out = torch.empty_like(x)
-    _launch(x, weight.contiguous(), bias, out, None, None, None, 16, 1, 1)
+    _launch(x, weight, bias, out)
     return out
 
 
 def fold_out(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-    """x (b, n, d) by the weight (d, d) of each sample, transposed, and bias (d); n is a multiple of 128."""
+    """x (b, n, d) by the weight of each sample (b, d, d) transposed, and bias (d); n is a multiple of 128."""
     out = torch.empty_like(x)
-    _launch(x, weights.contiguous(), bias, out, None, None, None, 16, 1, x.shape[1] // 128)
+    _launch(x, weights, bias, out, pairs=x.shape[1] // 128)
     return out
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """membership (b, n, k) times s (b, n, d), and rows of energy (b, rows, k, p) and mass (b, rows, k); n is a multiple of 64."""
+    """membership (b, n, k) times s, and rows of energy (b, rows, k, p) and mass (b, rows, k); n is a multiple of 64."""
     b, n, d = x.shape
     k = membership.shape[-1]
-    tiles = next(tiles for tiles in (8, 4, 2, 1) if n // 64 % tiles == 0)
-    splits = 4 * (n // (64 * tiles))
+    tiles = _tiles(b * n, n, _groups(x, _columns(d, d // k)))
+    splits = n // (16 * tiles)
     out = torch.empty_like(x)
     energy = torch.empty(b, splits, k, d // k, device=x.device, dtype=torch.float32)
     mass = torch.empty(b, splits, k, device=x.device, dtype=torch.float32)
-    _launch(x, weight.contiguous(), bias, out, membership, energy, mass, d // k, tiles, 1)
+    _launch(x, weight, bias, out, membership, energy, mass, d // k, tiles)
     return out, energy, mass
 
 
+def _groups(x: Tensor, columns: int) -> int:
+    """How many programs work on the same columns."""
+    return _machine(x.get_device())[1] // (x.shape[-1] // columns)
+
+
+def _tiles(rows: int, n: int, groups: int) -> int:
+    """The tiles of a run, all in one sample: of those runs that leave the busiest program least to do, the longest."""
+    fit = (tiles for tiles in (8, 4, 2, 1) if n // 64 % tiles == 0)
+    return min(fit, key=lambda tiles: over(over(rows, 128 * tiles), groups) * tiles)
+
+
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, membership: Tensor | None, energy: Tensor | None,
-    mass: Tensor | None, p: int, tiles: int, pairs: int,
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, membership: Tensor | None = None,
+    energy: Tensor | None = None, mass: Tensor | None = None, p: int = 16, tiles: int = 1, pairs: int = 1,
 ) -> None:  # fmt: skip
     d = x.shape[-1]
     rows, columns = x.numel() // d, _columns(d, p)
-    blocks = d // columns
-    groups = min(_machine(x.get_device())[1] // blocks, -(-rows // (128 * tiles)))
-    hopper_kernel[(blocks * groups,)](
-        _described(x, rows, 64), _described(weight, weight.numel() // d, min(columns, 128)),
-        _described(weight, weight.numel() // d, 64) if columns == 192 else None, _described(out, rows, 64),
-        membership, bias, energy, mass, rows, tiles, pairs,
-        D=d, COLUMNS=columns, P=p, BIAS=bias is not None,
-        MOMENTS=membership is not None, BY_SAMPLE=weight.dim() == 3, num_warps=4, maxnreg=168,
+    groups = min(_groups(x, columns), over(rows, 128 * tiles))
+    hopper_kernel[(d // columns * groups,)](
+        _pieces(x, d), _pieces(weight.contiguous(), d), _pieces(out, d), membership, bias, energy, mass, rows, tiles, pairs,
+        D=d, COLUMNS=columns, P=p, BIAS=bias is not None, MOMENTS=membership is not None, BY_SAMPLE=weight.dim() == 3,
+        num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
-def _described(x: Tensor, rows: int, height: int) -> Any:
-    """(rows, d) in pieces (height, 64), for the accelerator."""
-    d = x.shape[-1]
-    return TensorDescriptor(x, [rows, d], [d, 1], [height, 64], SWIZZLED)
+def _pieces(x: Tensor, d: int) -> Any:
+    """x as (rows, d) in pieces of 64 by 64, for the copy engine."""
+    return TensorDescriptor(x, [x.numel() // d, d], [d, 1], [64, 64], SWIZZLED)

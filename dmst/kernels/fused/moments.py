@@ -51,6 +51,19 @@ def _pick(values, head, ALL: tl.constexpr):
 
 @launched
 @triton.jit
+def gate_kernel(
+    sum_ptr, gate_ptr, pooled_ptr, n, tiles, scale,
+    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr,
+):  # fmt: skip
+    """The gate alone, for kernels that need it at once: one sample."""
+    sample, head = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
+    pooled, gates = _open_gate(sum_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE)
+    tl.store(pooled_ptr + sample * K + head, pooled, mask=head < K)
+    tl.store(gate_ptr + sample * K + head, gates, mask=head < K)
+
+
+@launched
+@triton.jit
 def moments_kernel(
     s_ptr, weight_ptr, channel_ptr, sum_ptr, theta_ptr, energy_ptr, mass_ptr, gate_ptr, pooled_ptr, update_ptr,
     n, span, splits, tiles, scale, delta, sign,
