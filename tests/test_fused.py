@@ -35,8 +35,8 @@ from tests.test_precision import BARS, PRECISE, excess, rounded
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
 
 from dmst.kernels import registered
-from dmst.kernels.fused import layer
-from dmst.kernels.fused.layer import Kept
+from dmst.kernels.fused import calls, layer
+from dmst.kernels.fused.calls import Kept
 
 pytestmark = [
     pytest.mark.skipif(
@@ -407,9 +407,10 @@ class Products:
 
 
 def weigh_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "hopper", Products)
+    for module in (layer, calls):
+        monkeypatch.setattr(module, "hopper", Products)
     monkeypatch.setattr(plan, "weighted", lambda n, d, dtype: True)
-    monkeypatch.setattr(plan, "by_hand", lambda rows, d: True)
+    monkeypatch.setattr(plan, "by_hand", lambda rows: True)
 
 
 WEIGHTED = [("dmsa", {"membership_bias": True}), ("dmsa", {"mode": "equation", "rotary": "2d"}), ("dmsa", {"bias": False})]
@@ -448,6 +449,78 @@ def test_a_weighted_token_of_no_membership(monkeypatch: pytest.MonkeyPatch) -> N
     check(found, made, like_plain=True)
 
 
+class Resident:
+    """`dmst.kernels.fused.resident` in plain torch."""
+
+    @staticmethod
+    def fits(*_: Any) -> bool:
+        return True
+
+    fits_pull = fits
+
+    @staticmethod
+    def settle(
+        projected: Tensor, membership: Tensor, gate: Tensor | None, theta: Tensor | None, *,
+        mode: str, sign: float, delta: float, uniform: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        s, c, pi, moment, divisor = Resident._core(projected, membership, gate, theta, mode, sign, delta, uniform)
+        w = pi * c
+        f = -w / (1 + w) if mode == "proximal" else w
+        return (f * s).to(projected.dtype).flatten(2), moment, divisor
+
+    @staticmethod
+    def _core(
+        projected: Tensor, membership: Tensor, gate: Tensor | None, theta: Tensor | None, mode: str, sign: float, delta: float,
+        uniform: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        (b, _, d), k = projected.shape, membership.shape[-1]
+        s = (projected if projected.dtype == F64 else projected.float()).unflatten(-1, (k, d // k))
+        weight = torch.ones_like(membership) if uniform else membership
+        mass = weight.sum(1)
+        divisor = mass + delta if delta else torch.where(mass > 0, mass, 1)
+        moment = (weight[..., None] * s.square()).sum(1) / divisor[..., None]
+        g = (torch.ones(b, k, dtype=s.dtype) if gate is None else gate)[..., None]
+        a = 1 / (1 + g.square() * moment)
+        size = {"listing": sign * g, "equation": sign * g.square(), "proximal": (1 if theta is None else theta) * g.square()}
+        return s, (size[mode] * a)[:, None], membership[..., None], moment, divisor
+
+    @staticmethod
+    def pull(
+        grad: Tensor, projected: Tensor, membership: Tensor, second_moment: Tensor, gate: Tensor | None, divisor: Tensor,
+        theta: Tensor | None, *, mode: str, sign: float, uniform: bool, sigmoid: bool, wants_bias: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        """By autograd, in float64, of the same update."""
+        with torch.enable_grad():
+            s = projected.detach().double().requires_grad_()
+            pi = membership.detach().double().requires_grad_()
+            g = None if gate is None else gate.detach().double().requires_grad_()
+            t = None if theta is None else theta.detach().double().expand(s.shape[0], membership.shape[-1], 1).clone()
+            t = None if t is None else t.requires_grad_()
+            delta = (divisor.double() - membership.double().sum(1)).mean().item() if not uniform else 0.0
+            update = Resident.settle(s, pi, g, t, mode=mode, sign=sign, delta=max(delta, 0.0), uniform=uniform)[0]
+            asked = [x for x in (s, pi, g, t) if x is not None]
+            found = dict(zip(map(id, asked), torch.autograd.grad(update, asked, grad.double().view_as(s)), strict=True))
+        ds, dpi = found[id(s)], found[id(pi)]
+        grad.copy_(ds.view_as(grad))
+        dbias = ds.sum(1).unflatten(-1, (membership.shape[-1], -1)).unsqueeze(1).float() if wants_bias else None
+        dpi = dpi * pi * (1 - pi) if sigmoid else dpi
+        dtheta = None if t is None else found[id(t)].squeeze(-1).float()
+        return dpi.detach().float(), None if g is None else found[id(g)].float(), dtheta, dbias
+
+
+@pytest.mark.parametrize("case", LOW + WEIGHTED[:3] + [("tssa", {"position_scores": "1d"})], ids=label)
+def test_samples_that_wait_in_shared_memory(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of many short samples, whose kernels in Gluon are plain torch here."""
+    for module in (layer, calls):
+        monkeypatch.setattr(module, "resident", Resident)
+    monkeypatch.setattr(plan, "PROGRAMS", 1)  # no sample is split
+    made = draw(case, (3, 22, 24, 3)).map(guarded)
+    poison(monkeypatch)
+    check(fused(made), made)
+    excited = draw(case, (3, 22, 24, 3), excited=True)
+    check(fused(excited), excited, like_plain=True)
+
+
 def test_the_plan_covers_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     for programs in (1, 132, 1024, 10**6):
         monkeypatch.setattr(plan, "PROGRAMS", programs)
@@ -478,8 +551,8 @@ class _Counted:
 def test_grids_fit_the_device(case: tuple, shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA takes 65,535 programs along the second and third axis. No memory is touched: the tensors are fakes."""
     seen: list[tuple[str, tuple[int, ...]]] = []
-    for name in [name for name in vars(layer) if name.endswith("_kernel")]:
-        monkeypatch.setattr(layer, name, _Counted(name, seen))
+    for name in [name for name in vars(calls) if name.endswith("_kernel")]:
+        monkeypatch.setattr(calls, name, _Counted(name, seen))
     b, n, d, k = shape
     operator = create(case[0], d, k, **case[1])
     with FakeTensorMode() as mode, torch.no_grad():
@@ -527,7 +600,8 @@ class _Poisoned:
 def poison(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Scratch starts as NaN and the rotary tables end in NaN; the sizes of the buffers that will be asked for."""
     seen: list[int] = []
-    monkeypatch.setattr(layer, "torch", _Poisoned(seen))
+    for module in (layer, calls):
+        monkeypatch.setattr(module, "torch", _Poisoned(seen))
     factors = rotary.factors
 
     def fenced(*args: Any, **kwargs: Any) -> Any:

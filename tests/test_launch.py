@@ -325,7 +325,7 @@ def test_a_global_variable_set_anew_is_refused_as_by_triton(
 
 def test_a_kernel_that_is_still_compiling_is_not_remembered(machine: Machine, kernel: Launched) -> None:
     found = SimpleNamespace(run=None)
-    assert kernel._remember((), found, 6, {"SIZE": 16, "FLAG": True}) is found
+    assert kernel._remember((), found, (None,) * 6, {"SIZE": 16, "FLAG": True}) is found
     assert not kernel.remembered
 
 
@@ -345,3 +345,31 @@ def test_what_is_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert launched(compiled) is compiled
     assert isinstance(compiled, Launched)
     assert isinstance(compiled, JITFunction)  # so that it compiles without a device as it did
+
+
+def test_kernels_in_gluon_and_their_descriptors(machine: Machine) -> None:
+    """A descriptor is compiled for its dtype, box and layout; where and how long its tensor is does not matter."""
+    runtime = pytest.importorskip("triton.experimental.gluon._runtime", reason="this Triton has no Gluon")
+    layouts = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout
+    described = launch.TensorDescriptor
+    swizzled, plain = layouts(128, 16, 2), layouts(32, 16, 2)
+
+    def box(dtype: torch.dtype = torch.bfloat16, rows: int = 64, layout: Any = swizzled, height: int = 64) -> Any:
+        return described(torch.zeros(rows, 64, dtype=dtype), [rows, 64], [64, 1], [height, 64], layout)
+
+    kernel = launched(runtime.GluonJITFunction(work))
+    assert type(kernel) is launch.LaunchedGluon
+    first = box()
+    known = call(kernel, changed={0: first})
+    assert machine.asked == 1
+    given = box(rows=640)
+    assert call(kernel, changed={0: given}) is known
+    assert machine.asked == 1
+    assert machine.calls[1][9] is given  # the launcher makes the descriptor of the device from it
+    assert plainly(machine.calls[1])[7:] == plainly(machine.calls[0])[7:]
+    for other in (box(torch.float16), box(height=32), box(layout=plain)):
+        assert call(kernel, changed={0: other}) is not known
+    machine.device = 3
+    asked = machine.asked
+    call(kernel, changed={0: box()})
+    assert machine.asked == asked + 1

@@ -27,7 +27,7 @@ from dmst.kernels.arithmetic import wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import Form, Weights
 from dmst.kernels.fused import layer
-from dmst.kernels.fused.layer import Kept
+from dmst.kernels.fused.calls import Kept
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}  # a subclass may have no memory to give to a kernel
 W, T, KEPT = len(Weights._fields), 4, len(Kept._fields)

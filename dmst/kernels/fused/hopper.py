@@ -32,6 +32,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dmst.kernels.fused.launch import launched
 from dmst.kernels.plan import over
 
 try:
@@ -247,6 +248,7 @@ def _consume(
     tma.store_wait(0)
 
 
+@launched
 @gluon.jit
 def hopper_kernel(
     x, weight, out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, rows, tiles, pairs,

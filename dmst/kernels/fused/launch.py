@@ -11,6 +11,7 @@ one kind are calls of one kernel that agree in all that Triton compiles for:
     device       the current one, where every tensor must be
     constants    names and values of all keywords, the launch options among them
     tensor       dtype, and whether its address is divisible by 16
+    descriptor   dtype, box and layout: the rest is not compiled for
     integer      1 itself, or divisible by 16 or not; one that needs more than 32 bits is a kind of its own
     other        float, bool and None by that alone: Triton does not look at their values
 
@@ -31,6 +32,12 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+try:
+    from triton.experimental.gluon._runtime import GluonJITFunction
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+except ImportError:  # a Triton without Gluon
+    GluonJITFunction = TensorDescriptor = None
+
 READ = ("3.6", "3.7", "3.8")  # they take addresses in place of tensors, and want every argument, constants too, in its place
 MOST = 1024  # kinds of one kernel that are remembered
 
@@ -38,16 +45,21 @@ MOST = 1024  # kinds of one kernel that are remembered
 def launched(kernel: Any) -> Any:
     """The kernel, launched the short way where that is known to be right."""
     known = ".".join(triton.__version__.split(".")[:2]) in READ
-    if type(kernel) is not JITFunction or not known:
-        return kernel
-    kernel.__class__, kernel.remembered = Launched, {}
+    short = SHORT.get(type(kernel)) if known else None
+    if short is not None:
+        kernel.__class__, kernel.remembered = short, {}
     return kernel
 
 
-class Launched(JITFunction):
+class _Short:
     """Triton's own kernel, which remembers by kind: launcher, function, metadata, constants in order, global variables."""
 
     remembered: dict[tuple, tuple]
+    run: Any
+    debug: Any
+    pre_run_hooks: Any
+    params: Any
+    used_global_vals: Any
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return lambda *args, **constants: self._launch(grid, args, constants)
@@ -70,13 +82,15 @@ class Launched(JITFunction):
                 kind.append(arg if arg == 1 or not -(2**31) <= arg < 2**31 else 0 if arg & 15 else 16)
             elif arg is None or given is float or given is bool:
                 kind.append(given)
+            elif given is TensorDescriptor and arg.base.get_device() == device:
+                kind.append((arg.base.dtype, *arg.block_shape, arg.padding, id(arg.layout)))
             else:
                 return self.run(*args, grid=grid, warmup=False, **constants)
         key = tuple(kind)
         found = self.remembered.get(key)
         if found is None:
-            return self._remember(key, self.run(*args, grid=grid, warmup=False, **constants), len(args), constants)
-        kernel, run, function, metadata, rest, read = found
+            return self._remember(key, self.run(*args, grid=grid, warmup=False, **constants), args, constants)
+        kernel, run, function, metadata, rest, read, _ = found
         for names, name, value in read:
             if names.get(name) is not value:
                 return self.run(*args, grid=grid, warmup=False, **constants)
@@ -97,8 +111,9 @@ class Launched(JITFunction):
             or self.pre_run_hooks
         )
 
-    def _remember(self, key: tuple, kernel: Any, positions: int, constants: dict[str, Any]) -> Any:
+    def _remember(self, key: tuple, kernel: Any, args: tuple, constants: dict[str, Any]) -> Any:
         """Only where the arguments by position are those that are no constants, and the keywords or defaults all the others."""
+        positions = len(args)
         after = self.params[positions:]
         in_order = [parameter.is_constexpr for parameter in self.params] == [False] * positions + [True] * len(after)
         if in_order and type(kernel) is CompiledKernel:
@@ -106,5 +121,19 @@ class Launched(JITFunction):
                 self.remembered.clear()
             rest = tuple(constants.get(parameter.name, parameter.default) for parameter in after)
             read = [(names, name, names.get(name)) for (name, _), (_, names) in self.used_global_vals.items()]
-            self.remembered[key] = (kernel, kernel.run, kernel.function, kernel.packed_metadata, rest, read)
+            layouts = [arg.layout for arg in args if type(arg) is TensorDescriptor]  # the key has their addresses
+            self.remembered[key] = (kernel, kernel.run, kernel.function, kernel.packed_metadata, rest, read, layouts)
         return kernel
+
+
+class Launched(_Short, JITFunction):
+    """A kernel in Triton."""
+
+
+SHORT: dict[type, type] = {JITFunction: Launched}
+if GluonJITFunction is not None:
+
+    class LaunchedGluon(_Short, GluonJITFunction):
+        """A kernel in Gluon."""
+
+    SHORT[GluonJITFunction] = LaunchedGluon

@@ -16,6 +16,7 @@ Tokens are covered by tiles of a few rows, not by the next power of two. The num
 rounded up to one of `CLASSES`; n itself is not.
 """
 
+# mypy: disallow-untyped-defs=False, disable-error-code="assignment, misc, var-annotated"
 from __future__ import annotations
 
 from functools import cache
@@ -34,9 +35,10 @@ try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-    GLUON = triton.__version__.startswith(("3.6.", "3.7.", "3.8."))  # it is experimental: those it was compiled with
+    GLUON = triton.__version__.startswith(("3.6.", "3.7.", "3.8."))  # an experiment of theirs: only where this was compiled
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 except ImportError:
-    import triton as gluon  # so that what is below can be defined, and is never compiled
+    import triton as gluon  # enough for the definitions below, which nobody calls then
     import triton.language as gl
 
     GLUON = False
@@ -48,10 +50,8 @@ CLASSES = (1, 2, 3, 4, 6, 8, 10, 13, 16)  # numbers of tiles; a thread keeps one
 @gluon.jit
 def _shares(membership_ptr, place, some, MASKED: gl.constexpr):
     if MASKED:
-        shares = gl.load(membership_ptr + place, mask=some, other=0.0)
-    else:
-        shares = gl.load(membership_ptr + place)
-    return shares
+        return gl.load(membership_ptr + place, mask=some, other=0.0)
+    return gl.load(membership_ptr + place)
 
 
 @gluon.jit
@@ -94,8 +94,10 @@ def settle_kernel(
     for t in gl.static_range(TILES):
         pages += (gl.allocate_shared_memory(s_ptr.dtype.element_ty, [1, ROWS, PIECES, 8], PAGE),)
         _copy(pages[t].index(0), s_ptr + at + t * ROWS * (K * P), token + t * ROWS < n, t >= FULL)
-        shares += (_shares(membership_ptr, place + t * ROWS * K, row + t * ROWS < n, t >= FULL),)
     async_copy.commit_group()
+    barrier()  # no copy may wait for what is loaded below, as the compiler would have it
+    for t in gl.static_range(TILES):
+        shares += (_shares(membership_ptr, place + t * ROWS * K, row + t * ROWS < n, t >= FULL),)
     gate = _spread(gl.load(gate_ptr + sample * K + head), CHANNEL) if GATED else 1.0
     theta = gl.load(theta_ptr).to(gl.float32) if MODE == PROXIMAL else 1.0
 
@@ -178,10 +180,11 @@ def pull_kernel(
         _copy(grads.index(0), grad_ptr + at + t * ROWS * (K * P), real, t >= FULL or not EXACT)
         _copy(tokens.index(0), s_ptr + at + t * ROWS * (K * P), real, t >= FULL or not EXACT)
         pages += ((grads, tokens),)
+    async_copy.commit_group()
+    barrier()  # no copy may wait for what is loaded below, as the compiler would have it
+    for t in gl.static_range(TILES):
         here = (row + t * ROWS < n) & (across < K)
         shares += (_shares(membership_ptr, place + t * ROWS * K, here, t >= FULL or K % HEADS != 0),)
-    async_copy.commit_group()
-
     moment = gl.load(moment_ptr + sample * (K * P) + column, mask=inside, other=0.0)
     divisor = gl.expand_dims(gl.load(divisor_ptr + sample * K + head, mask=some, other=1.0), 1)
     gate = gl.expand_dims(gl.load(gate_ptr + sample * K + head, mask=some, other=0.0), 1) if GATED else 1.0
@@ -190,6 +193,7 @@ def pull_kernel(
     c = factor(a, gate, theta, sign, MODE)
     by_token = gl.expand_dims(c, 0)
 
+    barrier()  # nor may these loads wait for the copies
     async_copy.wait_group(0)
     sums = gl.zeros([ROWS, HEADS, WIDTH], gl.float32, LAYOUT)
     for t in gl.static_range(TILES):
@@ -221,6 +225,8 @@ def pull_kernel(
     m = gl.expand_dims(m, 0)
 
     again = n >> 31  # 0, as the compiler cannot know: or it would keep what the first sweep read in registers
+    if MODE == PROXIMAL:
+        by_token += again.to(gl.float32)  # the same with what it made of c and each pi
     bias = gl.zeros([ROWS, HEADS, WIDTH], gl.float32, LAYOUT)
     for t in gl.static_range(TILES):
         grad = pages[t][0].index(again).load(LAYOUT).to(gl.float32)

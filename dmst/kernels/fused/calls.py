@@ -1,0 +1,350 @@
+"""One function a kernel of this folder: allocate, launch. `layer` puts them together."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmst import rotary
+from dmst.kernels import plan
+from dmst.kernels.form import MEMBERSHIP, Form, Weights
+from dmst.kernels.fused import hopper, resident
+from dmst.kernels.fused.adjoint import adjoint_kernel
+from dmst.kernels.fused.by_position import position_assign_kernel, position_score_kernel, rotated_kernel
+from dmst.kernels.fused.columns import columns_kernel
+from dmst.kernels.fused.core import MODES
+from dmst.kernels.fused.energy import energy_adjoint_kernel, energy_kernel
+from dmst.kernels.fused.gate import GATES
+from dmst.kernels.fused.moments import finish_kernel, gate_kernel, moments_kernel
+from dmst.kernels.fused.score import GROUP, score_kernel
+from dmst.kernels.fused.score_adjoint import gate_adjoint_kernel, into_assign_kernel, into_tokens_kernel
+from dmst.kernels.fused.turn import words
+from dmst.kernels.fused.update import unfold_kernel, update_kernel
+from dmst.kernels.plan import over
+
+F32 = torch.float32
+
+
+class Kept(NamedTuple):
+    """`reference.Steps` in memory order; None where a layer has none."""
+
+    projected: Tensor  # (b, n, k p); where `_keeps_weighted`, each head's times its membership
+    membership: Tensor  # (b, n, k)
+    pooled: Tensor | None  # (b, k)
+    gate: Tensor | None  # (b, k)
+    second_moment: Tensor  # (b, k, p)
+    divisor: Tensor  # (b, k)
+    channel: Tensor | None  # (b, k, p), TSSA's energy of each channel
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous, from an address that wide loads can use: with others a kernel is compiled anew and sums in another order."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def flat(weights: Weights) -> Weights:
+    """The small weights as the kernels read them, one number after the other."""
+    small = ("assign", "assign_bias", "temperature")
+    return weights._replace(**{name: x.contiguous() for name in small if (x := getattr(weights, name)) is not None})
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    flat = x.flatten(0, 1)
+    if bias is not None and plan.by_hand(flat.shape[0]) and hopper.serves(x.device, x.dtype, x.shape[-1], 16):
+        return hopper.product(flat, weight, bias).view(x.shape)
+    out = flat @ weight.mT if bias is None else torch.addmm(bias, flat, weight.mT)
+    return out.view(*x.shape[:2], -1)
+
+
+def column_sums(x: Tensor) -> Tensor:
+    rows, d = x.shape
+    span = max(64, over(rows, 132))
+    splits = over(rows, span)
+    part = torch.empty(splits, d, device=x.device, dtype=F32)
+    columns_kernel[(splits, over(d, 128))](x, part, rows, span, D=d, ROWS=64, COLUMNS=128, STAGES=3, num_warps=4)
+    return part.sum(0)
+
+
+def partial_sums(rows: tuple[int, ...], k: int, p: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.empty(*rows, k, p, device=device, dtype=F32), torch.empty(*rows, k, device=device, dtype=F32)
+
+
+def _turn_arguments(factors: rotary.Factors | None, unused: Tensor) -> tuple[Any, ...]:
+    return (unused,) * 4 if factors is None else (*factors.far, *factors.near)
+
+
+def _step(factors: rotary.Factors | None) -> int:
+    return 1 if factors is None else factors.step
+
+
+def _turned(d: int, tile: plan.Tile, factors: rotary.Factors | None) -> dict[str, Any]:
+    """What the kernels that rotate have in common."""
+    return {
+        "D": d, "TOKENS": tile.tokens, "CHANNELS": tile.channels, "num_warps": tile.warps,
+        "ROTARY": factors is not None, "LEVEL": factors is not None and factors.step % tile.tokens == 0,
+    }  # fmt: skip
+
+
+def _by_position(z: Tensor, form: Form, factors: rotary.Factors | None) -> bool:
+    return plan.by_position(z.shape[0], form.num_heads, z.dtype, factors is not None)
+
+
+def _rotated(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None) -> Tensor:
+    """rot_n^T assign_k in three terms of z's dtype, (n, 3, k padded, d)."""
+    assert weights.assign is not None and factors is not None
+    _, n, d = z.shape
+    heads = max(8, plan.power_of_two(form.num_heads))
+    out = torch.empty(n, 3, heads, d, device=z.device, dtype=z.dtype)
+    assign, assign_kind = words(weights.assign)
+    pairs = min(64, plan.power_of_two(d // 2))
+    rotated_kernel[(n, over(d // 2, pairs))](
+        assign, *factors.far, *factors.near, out, factors.step, n,
+        D=d, K=form.num_heads, HEADS=heads, PAIRS=pairs, ASSIGN=assign_kind, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _position_score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None) -> tuple[Tensor, Tensor | None]:
+    b, n, d = z.shape
+    k = form.num_heads
+    out = torch.empty(b, n, k, device=z.device, dtype=F32)
+    scores = torch.empty_like(out) if form.gate is not None else None
+    batch = plan.position_score(b, d)
+    position_score_kernel[(n, over(b, batch.samples))](
+        z, _rotated(z, weights, form, factors), weights.assign_bias, out, scores, b, n,
+        D=d, K=k, HEADS=max(8, plan.power_of_two(k)), SAMPLES=batch.samples, CHANNELS=batch.channels,
+        BIAS=weights.assign_bias is not None, SIGMOID=form.membership == "sigmoid", SUMS=scores is not None,
+        STAGES=3, num_warps=batch.warps,
+    )  # fmt: skip
+    return out, scores
+
+
+def score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None) -> tuple[Tensor, Tensor | None]:
+    b, n, d = z.shape
+    k, tile = form.num_heads, plan.score(d)
+    assert weights.assign is not None
+    if _by_position(z, form, factors):
+        return _position_score(z, weights, form, factors)
+    tiles = over(n, tile.tokens)
+    out = torch.empty(b, n, k, device=z.device, dtype=F32)
+    sums = torch.empty(b, tiles, k, device=z.device, dtype=F32) if form.gate is not None else None
+    tokens, token_kind = words(z)
+    assign, assign_kind = words(weights.assign)
+    score_kernel[(b * tiles, over(k, GROUP))](
+        tokens, assign, weights.assign_bias, *_turn_arguments(factors, z), out, sums,
+        n, _step(factors), tiles,
+        K=k, Z=token_kind, ASSIGN=assign_kind, BIAS=weights.assign_bias is not None,
+        SIGMOID=form.membership == "sigmoid", SUMS=sums is not None, maxnreg=128, **_turned(d, tile, factors),
+    )  # fmt: skip
+    return out, sums
+
+
+def membership(
+    scores: Tensor | None, projected: Tensor, weights: Weights, form: Form, sweep: plan.Sweep
+) -> tuple[Tensor, Tensor | None]:
+    """pi (b, n, k), and for TSSA the energy of each channel."""
+    if form.membership == "sigmoid":
+        assert scores is not None
+        return scores, None
+    if form.membership != "energy":
+        assert scores is not None
+        value = MEMBERSHIP[form.membership].value(scores.mT, form).mT.contiguous()
+        return (value * value.shape[1] if form.token_sparse_rescale else value), None
+    b, n, d = projected.shape
+    k, p = form.num_heads, d // form.num_heads
+    channel = None
+    if form.normalize_tokens:
+        energy, mass = partial_sums((b, sweep.splits), k, p, projected.device)
+        moments(projected, None, None, None, energy, mass, None, None, None, None, form, sweep, None)
+        channel = energy.sum(1).clamp_(min=1e-24)
+    out = torch.empty(b, n, k, device=projected.device, dtype=F32)
+    heads, width = plan.power_of_two(k), plan.power_of_two(p)
+    tokens = max(1, min(16, 4096 // (heads * width)))
+    energy_kernel[(b * over(n, tokens),)](
+        projected, channel, weights.temperature, scores, out, n, over(n, tokens),
+        K=k, P=p, HEADS=heads, WIDTH=width, TOKENS=tokens, NORMALIZE=channel is not None, SCORED=scores is not None,
+    )  # fmt: skip
+    return out, channel
+
+
+def open_gate(sums: Tensor | None, gate: Tensor, pooled: Tensor | None, n: int, form: Form) -> None:
+    assert sums is not None
+    b, tiles, k = sums.shape
+    gate_kernel[(b,)](
+        sums, gate, pooled, n, tiles, form.gate_scale,
+        K=k, ALL=plan.power_of_two(k), GATE=GATES[form.gate], ACTIVE=form.max_active_heads or 0, num_warps=1,
+    )  # fmt: skip
+
+
+def moments(
+    projected: Tensor, weight: Tensor | None, channel: Tensor | None, sums: Tensor | None, energy: Tensor, mass: Tensor,
+    gate: Tensor | None, pooled: Tensor | None, theta: Tensor | None, update: Tensor | None, form: Form, sweep: plan.Sweep,
+    route: str | None,
+) -> None:  # fmt: skip
+    """Without a route: the sums alone, for TSSA's energies."""
+    b, n, d = projected.shape
+    k = form.num_heads
+    moments_kernel[(b, sweep.splits, over(k, sweep.heads))](
+        projected, weight, channel, sums, theta, energy, mass, gate, pooled, update,
+        n, sweep.span, sweep.splits, 0 if sums is None else sums.shape[1], form.gate_scale, form.delta, form.sign,
+        K=k, P=d // k, ALL=plan.power_of_two(k), HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+        UNIFORM=weight is None or (form.uniform_moment and channel is None), NORMALIZE=channel is not None,
+        FINISH=route is not None and sweep.splits == 1, DELTA=bool(form.delta),
+        GATE=GATES[form.gate] if route is not None else 0, ACTIVE=form.max_active_heads or 0,
+        UPDATE=route == "along", WEIGHTED=route == "fold", MODE=MODES[form.mode], STAGES=sweep.stages, num_warps=sweep.warps,
+    )  # fmt: skip
+
+
+def finish(
+    energy: Tensor, mass: Tensor, sums: Tensor | None, gate: Tensor | None, pooled: Tensor | None, weight: Tensor,
+    folded: Tensor | None, n: int, form: Form,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    b, splits, k, p = energy.shape
+    moment, divisor = partial_sums((b,), k, p, energy.device)
+    finish_kernel[(b, k)](
+        energy, mass, sums, moment, divisor, gate, pooled, weight, folded,
+        n, splits, 0 if sums is None else sums.shape[1], form.gate_scale, form.delta, form.sign, *weight.stride(),
+        D=k * p, K=k, P=p, ALL=plan.power_of_two(k), WIDTH=plan.power_of_two(p), ROWS=64,
+        UNIFORM=form.uniform_moment, DELTA=bool(form.delta), GATE=GATES[form.gate],
+        ACTIVE=form.max_active_heads or 0, FOLD=folded is not None, MODE=MODES[form.mode], num_warps=8,
+    )  # fmt: skip
+    return moment, divisor
+
+
+def update(kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, *, weighted: bool) -> Tensor:
+    b, n, d = kept.projected.shape
+    k = form.num_heads
+    out = torch.empty_like(kept.projected)
+    update_kernel[(b, sweep.splits, over(k, sweep.heads))](
+        kept.projected, kept.membership, kept.second_moment, kept.gate, weights.theta, out,
+        n, sweep.span, form.sign,
+        K=k, P=d // k, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+        MODE=MODES[form.mode], GATED=kept.gate is not None, WEIGHTED=weighted, STAGES=sweep.stages, num_warps=sweep.warps,
+    )  # fmt: skip
+    return out
+
+
+def unfold(product: Tensor, kept: Kept, form: Form) -> Tensor:
+    """The gradient of the output weight from dout_b^T pi s (b, d, d)."""
+    b, d, _ = product.shape
+    k, out = form.num_heads, torch.empty(d, d, device=product.device, dtype=F32)
+    unfold_kernel[(over(d, 8), k)](
+        product, kept.second_moment, kept.gate, out, b, form.sign,
+        D=d, K=k, P=d // k, WIDTH=plan.power_of_two(d // k), ROWS=8, MODE=MODES[form.mode], GATED=kept.gate is not None,
+    )  # fmt: skip
+    return out
+
+
+def adjoint(
+    flow: Tensor, kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, wants_bias: bool, weighted: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """dS over G, and the gradients of scores (or membership), gate, theta (b, k), and of the bias (b, splits, k, p)."""
+    b, n, d = kept.projected.shape
+    k, p = form.num_heads, d // form.num_heads
+    late = form.membership == "energy"  # there the bias is summed in the next pass
+    sigmoid, wants_bias = form.membership == "sigmoid", wants_bias and not late
+    if not weighted and plan.whole(b, n, k, p) and resident.fits_pull(n, d, p, flow.dtype, flow.device):
+        moments = (kept.second_moment, kept.gate, kept.divisor, weights.theta)
+        options: dict[str, Any] = {"mode": form.mode, "sign": form.sign, "uniform": form.uniform_moment, "sigmoid": sigmoid}
+        return resident.pull(flow, kept.projected, kept.membership, *moments, wants_bias=wants_bias, **options)
+    new: dict[str, Any] = {"device": flow.device, "dtype": F32}
+    dscores = torch.empty(b, n, k, **new)
+    dgate = torch.empty(b, k, **new) if kept.gate is not None else None
+    dtheta = torch.empty(b, k, **new) if form.mode == "proximal" else None
+    part = torch.empty(b, sweep.splits, k, p, **new) if sweep.splits > 1 else None
+    dbias = torch.empty(b, sweep.splits, k, p, **new) if wants_bias else None
+    for phase in ((True, True),) if part is None else ((True, False), (False, True)):
+        adjoint_kernel[(b, sweep.splits, over(k, sweep.heads))](
+            flow, kept.projected, kept.membership, kept.second_moment, kept.gate, kept.divisor, weights.theta,
+            part, dscores, dgate, dtheta, dbias,
+            n, sweep.span, sweep.splits, form.sign,
+            K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+            MODE=MODES[form.mode], GATED=kept.gate is not None, UNIFORM=form.uniform_moment,
+            SIGMOID=sigmoid, WEIGHTED=weighted, SUM=phase[0], PULL=phase[1], BIAS=dbias is not None,
+            STAGES=sweep.stages, num_warps=sweep.warps,
+        )  # fmt: skip
+    return dscores, dgate, dtheta, dbias
+
+
+def energy_adjoint(
+    flow: Tensor, dlogits: Tensor, kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, wants_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Adds to dS what the energies ask of it; the gradients of the temperature (k, 1) and of the bias."""
+    b, n, d = kept.projected.shape
+    k, p = form.num_heads, d // form.num_heads
+    part, mass = partial_sums((b, sweep.splits), k, p, flow.device)
+    moments(kept.projected, dlogits, kept.channel, None, part, mass, None, None, None, None, form, sweep, None)
+    mean = part.sum(1)  # (b, k, p): sum_n dlogits s^2 / E
+    dtemperature = mean.sum((0, 2)).unsqueeze(-1)
+    if kept.channel is not None:  # at the floor the divisor is a constant
+        mean = torch.where(kept.channel > 1e-24, mean, 0)
+    dbias = torch.empty(b, sweep.splits, k, p, device=flow.device, dtype=F32) if wants_bias else None
+    energy_adjoint_kernel[(b, sweep.splits, over(k, sweep.heads))](
+        flow, kept.projected, dlogits, kept.channel, mean, weights.temperature, dbias,
+        n, sweep.span, sweep.splits,
+        K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+        NORMALIZE=kept.channel is not None, BIAS=dbias is not None, STAGES=sweep.stages, num_warps=sweep.warps,
+    )  # fmt: skip
+    return dtemperature, dbias
+
+
+def score_adjoint(
+    z: Tensor, flow: Tensor, weight_in: Tensor, dscores: Tensor, dgate: Tensor | None, kept: Kept, weights: Weights,
+    form: Form, factors: rotary.Factors | None, wanted: Weights, wants_z: bool, grads: dict[str, Tensor],
+) -> Tensor | None:  # fmt: skip
+    """dz = dS U^T + what the scores ask, in place where the product has its dtype; and the gradients of `assign`."""
+    b, n, d = z.shape
+    k = form.num_heads
+    assert weights.assign is not None
+    dpooled = None
+    if dgate is not None:
+        dpooled = torch.empty_like(dgate)
+        gate_adjoint_kernel[(b,)](
+            dgate, kept.pooled, dpooled, n, form.gate_scale,
+            K=k, ALL=plan.power_of_two(k), GATE=GATES[form.gate], ACTIVE=form.max_active_heads or 0, num_warps=1,
+        )  # fmt: skip
+    if wanted.assign:
+        grads["assign"] = _assign_adjoint(z, dscores, dpooled, form, factors)
+    if wanted.assign_bias:
+        grads["assign_bias"] = dscores.sum((0, 1)) + (0 if dpooled is None else n * dpooled.sum(0))
+    if not wants_z:
+        return None
+    product = flow @ weight_in
+    dz = product.view_as(z) if product.dtype == z.dtype else torch.empty_like(z)
+    tile = plan.into_tokens(d)
+    tiles = over(n, tile.tokens)
+    assign, assign_kind = words(weights.assign)
+    into_tokens_kernel[(b * tiles, over(d, tile.channels))](
+        assign, dscores, dpooled, product, *_turn_arguments(factors, z), dz, n, _step(factors), tiles,
+        K=k, ASSIGN=assign_kind, GATED=dpooled is not None, **_turned(d, tile, factors),
+    )  # fmt: skip
+    return dz
+
+
+def _assign_adjoint(z: Tensor, dscores: Tensor, dpooled: Tensor | None, form: Form, factors: rotary.Factors | None) -> Tensor:
+    b, n, d = z.shape
+    k = form.num_heads
+    if _by_position(z, form, factors):
+        assert factors is not None
+        batch = plan.position_adjoint(b, d)
+        part = torch.empty(n, k, d, device=z.device, dtype=F32)
+        position_assign_kernel[(n, over(d, batch.channels))](
+            z, dscores, dpooled, *factors.far, *factors.near, part, b, n, factors.step,
+            D=d, K=k, HEADS=max(8, plan.power_of_two(k)), GATED=dpooled is not None,
+            SAMPLES=batch.samples, CHANNELS=batch.channels, STAGES=3, num_warps=batch.warps,
+        )  # fmt: skip
+        return part.sum(0)
+    tile = plan.into_assign(d)
+    tiles = over(n, tile.tokens)
+    run = over(b * tiles, plan.ASSIGN_PROGRAMS)
+    programs = over(b * tiles, run)
+    part = torch.empty(programs, k, d, device=z.device, dtype=F32)
+    tokens, token_kind = words(z)
+    into_assign_kernel[(programs, over(d, tile.channels), over(k, GROUP))](
+        tokens, dscores, dpooled, *_turn_arguments(factors, z), part, n, _step(factors), tiles, run, b * tiles,
+        K=k, Z=token_kind, GATED=dpooled is not None, **_turned(d, tile, factors),
+    )  # fmt: skip
+    return part.sum(0)
