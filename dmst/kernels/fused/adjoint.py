@@ -56,9 +56,12 @@ def adjoint_kernel(
         if not PULL:
             tl.store(part_ptr + (sample * splits + split) * (K * P) + column, total, mask=inside)
     else:
-        total = tl.zeros((HEADS, WIDTH), tl.float32)
-        for part in range(splits):
-            total += tl.load(part_ptr + (sample * splits + part) * (K * P) + column, mask=inside, other=0.0)
+        parts = tl.zeros((16, HEADS, WIDTH), tl.float32)
+        for first in range(0, splits, 16):
+            part = first + tl.arange(0, 16)[:, None, None]
+            at = (sample * splits + part) * (K * P) + column[None]
+            parts += tl.load(part_ptr + at, mask=(part < splits) & inside[None], other=0.0)
+        total = tl.sum(parts, 0)
 
     if PULL:
         if MODE == PROXIMAL:

@@ -204,7 +204,7 @@ def finish(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     b, splits, k, p = energy.shape
     moment, divisor = partial_sums((b,), k, p, energy.device)
-    finish_kernel[(b, k)](
+    finish_kernel[(b, k, 1 if folded is None else over(k * p, 64))](
         energy, mass, sums, moment, divisor, gate, pooled, weight, folded,
         n, splits, 0 if sums is None else sums.shape[1], form.gate_scale, form.delta, form.sign, *weight.stride(),
         D=k * p, K=k, P=p, ALL=plan.power_of_two(k), WIDTH=plan.power_of_two(p), ROWS=64,

@@ -126,7 +126,7 @@ def finish_kernel(
     UNIFORM: tl.constexpr, DELTA: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, FOLD: tl.constexpr,
     MODE: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sample: partial sums to T and its divisor, and with `FOLD` its columns of W_b (samples, D, K P)."""
+    """One head of one sample: partial sums to T and its divisor, and with `FOLD` some rows of its columns of W_b (b, D, K P)."""
     sample, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, WIDTH)
     inside = channel < P
@@ -155,10 +155,9 @@ def finish_kernel(
         gate = 1.0
     if FOLD:
         c = factor(attenuation(moment, gate), gate, 1.0, sign, MODE)
-        for first in range(0, D, ROWS):
-            row = first + tl.arange(0, ROWS)
-            real = (row[:, None] < D) & inside[None, :]
-            column = which * P + channel[None, :]
-            w = tl.load(weight_ptr + row[:, None] * weight_row + column * weight_column, mask=real, other=0.0).to(tl.float32)
-            at = (sample * D + row[:, None]) * (K * P) + column
-            tl.store(folded_ptr + at, (w * c[None, :]).to(folded_ptr.dtype.element_ty), mask=real)
+        row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+        real = (row[:, None] < D) & inside[None, :]
+        column = which * P + channel[None, :]
+        w = tl.load(weight_ptr + row[:, None] * weight_row + column * weight_column, mask=real, other=0.0).to(tl.float32)
+        at = (sample * D + row[:, None]) * (K * P) + column
+        tl.store(folded_ptr + at, (w * c[None, :]).to(folded_ptr.dtype.element_ty), mask=real)
