@@ -118,6 +118,20 @@ def test_parity_of_large_batches(case: tuple) -> None:
     shared.check_isolation(stored(there(case, (64, 197, 96, 2), BF16), BF16), BF16)
 
 
+@pytest.mark.parametrize("case", [*LOW[:3], ("dmsa", {"membership_bias": True, "max_active_heads": 2})], ids=label)
+def test_parity_of_long_samples(case: tuple) -> None:
+    """On Hopper pi s is kept, with an output weight a sample; elsewhere, and in the proximal form, s as at other lengths."""
+    for shape in ((2, 768, 384, 8), (70, 128, 64, 4)):
+        made = there(case, shape, BF16)
+        mine = stored(made, BF16)
+        found = fused(mine, BF16)
+        check(found, made, BF16)
+        agree(fused(mine, BF16), found)
+    made = there(case, (3, 896, 384, 8), BF16)  # tokens in float32, under autocast
+    check(fused(made, BF16), made, BF16)
+    shared.check_isolation(stored(there(case, (4, 256, 128, 8), BF16), BF16), BF16)
+
+
 def test_gates_of_large_batches_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     shared.check_scores(BF16, (64, 197, 384, 8), DEVICE, monkeypatch)
 
@@ -380,6 +394,7 @@ def test_a_cuda_graph_with_new_inputs(case: tuple) -> None:
 def test_the_first_call_of_a_shape_inside_a_capture(known: int, n: int) -> None:
     """What is recorded has no values before it is replayed: an eager call afterwards must not find it in a cache."""
     rotary._STEPS.clear()
+    rotary._FACTORS.clear()
     fused(there(LOW[0], (1, known, 96, 2)))  # the kernels are loaded; nothing of the other length is known
     made = there(LOW[0], (1, n, 96, 2))
     graph, results = record(made, warm=False)

@@ -380,6 +380,10 @@ def test_scores_by_position(case: tuple, monkeypatch: pytest.MonkeyPatch) -> Non
     check(one, excited, like_plain=True, some=True)
 
 
+def widened(x: Tensor) -> Tensor:
+    return x if x.dtype == F64 else x.float()
+
+
 class Products:
     """`dmst.kernels.fused.hopper` in plain torch: what its kernels compute, for machines without a Hopper GPU."""
 
@@ -394,7 +398,7 @@ class Products:
     @staticmethod
     def project(x: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         k, (_, n, d) = membership.shape[-1], x.shape
-        s = nn.functional.linear(x, weight, bias).float().unflatten(-1, (k, d // k))
+        s = widened(nn.functional.linear(x, weight, bias)).unflatten(-1, (k, d // k))
         parts = [(slice(first, first + 5)) for first in range(0, n, 5)]
         energy = torch.stack([(membership[:, at, :, None] * s[:, at].square()).sum(1) for at in parts], 1)
         mass = torch.stack([membership[:, at].sum(1) for at in parts], 1)
@@ -474,12 +478,12 @@ class Resident:
         uniform: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         (b, _, d), k = projected.shape, membership.shape[-1]
-        s = (projected if projected.dtype == F64 else projected.float()).unflatten(-1, (k, d // k))
+        s = widened(projected).unflatten(-1, (k, d // k))
         weight = torch.ones_like(membership) if uniform else membership
         mass = weight.sum(1)
         divisor = mass + delta if delta else torch.where(mass > 0, mass, 1)
         moment = (weight[..., None] * s.square()).sum(1) / divisor[..., None]
-        g = (torch.ones(b, k, dtype=s.dtype) if gate is None else gate)[..., None]
+        g = (torch.ones(b, k, dtype=s.dtype, device=s.device) if gate is None else gate)[..., None]
         a = 1 / (1 + g.square() * moment)
         size = {"listing": sign * g, "equation": sign * g.square(), "proximal": (1 if theta is None else theta) * g.square()}
         return s, (size[mode] * a)[:, None], membership[..., None], moment, divisor

@@ -126,7 +126,7 @@ def finish_kernel(
     UNIFORM: tl.constexpr, DELTA: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, FOLD: tl.constexpr,
     MODE: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sample: partial sums to T and its divisor, and with `FOLD` some rows of its columns of W_b (b, D, K P)."""
+    """One head of one sample: partial sums to T and its divisor; with `FOLD` some rows of its columns of W_b (b, D, K P)."""
     sample, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, WIDTH)
     inside = channel < P

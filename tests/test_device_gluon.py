@@ -1,0 +1,192 @@
+"""The kernels in Gluon on a GPU, each alone: against float64 in plain torch, in memory that starts as NaN.
+
+Triton's interpreter knows no Gluon: what surrounds these kernels is tested without a GPU (tests/test_fused.py puts plain
+torch in their place) and they themselves here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
+
+from dmst.kernels import plan
+from dmst.kernels.fused import hopper, resident
+from tests.cases import relative
+from tests.test_fused import Products, Resident
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here; run `pytest -m gpu` where there is one"),
+]
+BAR = {BF16: 4e-3, F16: 5e-4}  # half a bit of the output, and a little
+REPEATS = 20
+
+
+def drawn(*shape: int, dtype: torch.dtype = BF16, size: float = 1.0) -> Tensor:
+    return (size * torch.randn(*shape, device="cuda")).to(dtype)
+
+
+def near(found: Tensor, right: Tensor, bar: float) -> None:
+    assert found.shape == right.shape
+    assert found.isfinite().all()
+    assert relative(found.double(), right) < bar
+
+
+def repeats(call: Callable[[], Any]) -> None:
+    """Equal to the bit, over and over."""
+    first = call()
+    for _ in range(REPEATS):
+        for one, other in zip(first, call(), strict=True):
+            assert one is None or torch.equal(one, other)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernels are given to write to is NaN."""
+    for module in (hopper, resident):
+        monkeypatch.setattr(module, "torch", _Poisoned())
+
+
+class _Poisoned:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.full(args, float("nan"), **kwargs)
+
+    def empty_like(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, float("nan"))
+
+
+# --- products on Hopper -----------------------------------------------------------------------------------------------
+
+WIDTHS = [(384, 48), (256, 64), (64, 16)]  # d, p
+
+
+def on_hopper(d: int, p: int, dtype: torch.dtype = BF16) -> None:
+    if not hopper.serves(torch.device("cuda", torch.cuda.current_device()), dtype, d, p):
+        pytest.skip(
+            f"{torch.cuda.get_device_name()} is no Hopper GPU, or this Triton's Gluon is not one of those that were read"
+        )
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("d", [384, 256, 64])
+def test_product(d: int, dtype: torch.dtype) -> None:
+    on_hopper(d, 16, dtype)
+    weight, bias = drawn(d, d, dtype=dtype, size=d**-0.5), drawn(d, dtype=dtype)
+    for rows in (1, 63, 64, 65, 127, 5000, 40_000):
+        x = drawn(rows, d, dtype=dtype)
+        near(hopper.product(x, weight, bias), x.double() @ weight.double().mT + bias.double(), BAR[dtype])
+        near(hopper.product(x, weight.mT, None), x.double() @ weight.double(), BAR[dtype])
+    repeats(lambda: (hopper.product(x, weight, bias),))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("d", "p"), WIDTHS, ids=str)
+def test_project(d: int, p: int, biased: bool) -> None:
+    on_hopper(d, p)
+    weight, bias = drawn(d, d, size=d**-0.5), drawn(d) if biased else None
+    for b, n in ((1, 64), (3, 64), (5, 192), (2, 320), (9, 1024), (70, 512), (1, 40_960)):
+        x, membership = drawn(b, n, d), torch.rand(b, n, d // p, device="cuda")
+        weighted, energy, mass = hopper.project(x, weight, bias, membership)
+        wide = (x.double(), weight.double(), None if bias is None else bias.double(), membership.double())
+        right = Products.project(*wide)
+        near(weighted, right[0], BAR[BF16])
+        near(energy.sum(1), right[1].sum(1), 3e-6)
+        near(mass.sum(1), right[2].sum(1), 1e-6)
+    repeats(lambda: hopper.project(x, weight, bias, membership))
+
+
+@pytest.mark.parametrize(("d", "p"), WIDTHS, ids=str)
+def test_fold_out(d: int, p: int) -> None:
+    """A weight for each sample; programs that see one sample, many, or none."""
+    on_hopper(d, p)
+    bias = drawn(d)
+    for b, n in ((1, 128), (3, 128), (7, 256), (200, 128), (64, 1024), (5, 4096)):
+        x, weights = drawn(b, n, d), drawn(b, d, d, size=d**-0.5)
+        right = x.double() @ weights.double().mT
+        near(hopper.fold_out(x, weights, bias), right + bias.double(), BAR[BF16])
+        near(hopper.fold_out(x, weights, None), right, BAR[BF16])
+    repeats(lambda: (hopper.fold_out(x, weights, bias),))
+
+
+# --- samples in shared memory -----------------------------------------------------------------------------------------
+
+LENGTHS = (1, 2, 15, 16, 17, 64, 100, 196, 197, 256, 300)
+SIZES = [(384, 8), (512, 8), (64, 8)]  # d, k
+OPTIONS = [
+    {"mode": "listing", "sign": -1.0, "uniform": False},
+    {"mode": "equation", "sign": -1.0, "uniform": True},
+    {"mode": "proximal", "sign": -1.0, "uniform": False},
+]
+
+
+def a_sample(b: int, n: int, d: int, k: int, dtype: torch.dtype, mode: str, gated: bool) -> tuple:
+    gate = torch.rand(b, k, device="cuda") if gated else None
+    theta = torch.tensor(0.7, device="cuda") if mode == "proximal" else None
+    return drawn(b, n, d, dtype=dtype), torch.rand(b, n, k, device="cuda"), gate, theta
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["mode"])
+@pytest.mark.parametrize(("d", "k"), SIZES, ids=str)
+def test_settle(d: int, k: int, options: dict) -> None:
+    gated, dtype = d != 512, F16 if d == 64 else BF16
+    delta = 1e-8 if options["mode"] == "listing" else 0.0
+    for n in LENGTHS:
+        if not resident.fits(n, d, d // k, dtype, torch.device("cuda")):
+            pytest.skip(f"{torch.cuda.get_device_name()} has too little shared memory, or this Triton no Gluon that was read")
+        s, pi, gate, theta = a_sample(7, n, d, k, dtype, options["mode"], gated)
+        s[3] = float("nan")  # of no concern to the others
+        found = resident.settle(s, pi, gate, theta, delta=delta, **options)
+        wide = [None if x is None else x.double() for x in (s, pi, gate, theta)]
+        right = Resident.settle(*wide, delta=delta, **options)
+        others = [0, 1, 2, 4, 5, 6]
+        for mine, told, bar in zip(found, right, (BAR[dtype], 2e-6, 2e-6), strict=True):
+            near(mine[others], told[others], bar)
+        assert found[0][3].isnan().all()
+    s, pi, gate, theta = a_sample(7, 197, d, k, dtype, options["mode"], gated)
+    repeats(lambda: resident.settle(s, pi, gate, theta, delta=delta, **options))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["mode"])
+@pytest.mark.parametrize(("d", "k"), SIZES, ids=str)
+def test_pull(d: int, k: int, options: dict) -> None:
+    gated, dtype = d != 512, F16 if d == 64 else BF16
+    for n in LENGTHS:
+        if not resident.fits_pull(n, d, d // k, dtype, torch.device("cuda")):
+            pytest.skip(f"{torch.cuda.get_device_name()} has too little shared memory, or this Triton no Gluon that was read")
+        s, pi, gate, theta = a_sample(7, n, d, k, dtype, options["mode"], gated)
+        grad = drawn(7, n, d, dtype=dtype)
+        _, moment, divisor = Resident.settle(s.double(), pi.double(), *_wide(gate, theta), delta=0.0, **options)
+        rest = (moment.float(), gate, divisor.float(), theta)
+        asked = {"sigmoid": n % 2 == 0, "wants_bias": n % 3 == 0}
+        mine, told = grad.clone(), grad.double()
+        found = resident.pull(mine, s, pi, *rest, **options, **asked)
+        right = Resident.pull(told, s.double(), pi.double(), *_wide(*rest), **options, **asked)
+        near(mine, told, BAR[dtype])
+        for name, value, exact in zip(("dscores", "dgate", "dtheta", "dbias"), found, right, strict=True):
+            assert (value is None) == (exact is None), name
+            if value is not None:
+                near(value, exact.double(), 2e-5 if name != "dbias" else 4e-3)
+    repeats(lambda: (lambda flow: (*resident.pull(flow, s, pi, *rest, **options, **asked), flow))(grad.clone()))
+
+
+def _wide(*values: Tensor | None) -> list[Tensor | None]:
+    return [None if value is None else value.double() for value in values]
+
+
+def test_the_plan_sends_them_there() -> None:
+    """The shapes at which `docs/kernels.md` says that these kernels serve."""
+    on_hopper(384, 48)
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert plan.weighted(1024, 384, BF16) and not plan.weighted(197, 384, BF16)
+    assert resident.fits(197, 384, 48, BF16, device) and resident.fits_pull(197, 384, 48, BF16, device)
+    assert not resident.fits(197, 384, 48, F32, device) and not resident.fits(100_000, 384, 48, BF16, device)
