@@ -181,7 +181,7 @@ def _name(dtype: torch.dtype) -> str:
 BARS = {torch.float32: (1e-6, 2e-6), torch.bfloat16: (5e-3, 1e-2), torch.float16: (1e-3, 2e-3)}
 CANCELLING = ("temperature", "theta", "assign_bias")  # single sums whose terms cancel: only gross errors of theirs count
 SMALL, LARGE = (2, 70, 96, 2), (2, 401, 384, 8)  # b, n, d, heads; the second: where leaving six of eight heads out pays
-MANY, LONG = (256, 64, 64, 2), (2, 128, 64, 2)  # where the fused layer takes other routes: many samples, and long ones
+MANY, LONG = (256, 64, 64, 2), (2, 256, 128, 4)  # where the fused layer takes other routes: many samples, and long ones
 BIASED = {"membership_bias": True}  # the mean of random scores is near 0: biases make gates differ, and close
 MEMBERS: dict[str, tuple[str, dict[str, Any]]] = {
     "tssa": ("tssa", {}),
@@ -242,11 +242,10 @@ def check(device: torch.device, kernel: str, dtype: torch.dtype, attend: Kernel)
     """One kernel in one dtype, for every member that it serves."""
     inference = kernel == "silent heads skipped"
     bars, worst, failures = BARS[dtype], [0.0, 0.0], []
-    sizes = {member: LARGE if inference else SMALL for member in MEMBERS}
-    tried = [*sizes.items(), *(("dmsa listing", size) for size in (MANY, LONG) if kernel == "fused")]
-    for member, (*shape, heads) in tried:
-        name, options = MEMBERS[member]
-        member += "" if tuple(shape) == sizes[member][:3] else f" at {tuple(shape)}"
+    tried = [(member, *case, LARGE if inference else SMALL) for member, case in MEMBERS.items()]
+    if kernel == "fused" and device.type == "cuda":
+        tried += [(f"dmsa listing at {size[:3]}", *MEMBERS["dmsa listing"], size) for size in (MANY, LONG)]
+    for member, name, options, (*shape, heads) in tried:
         operator = create(name, shape[-1], heads, device="meta", **options)  # its form, and the shapes of its weights
         assert isinstance(operator, TokenStatistics)
         if inference and operator.form.gate != "sparsemax":
