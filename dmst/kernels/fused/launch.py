@@ -3,13 +3,15 @@
     @launched
     @triton.jit
     def kernel(...)                         kernel[grid](tensors and numbers, CONSTANT=..., num_warps=...) as before
+    cut = planned(grid, CONSTANT=..., num_warps=...)
+    launch(kernel, cut, tensors and numbers)    the same with what belongs to a shape made once, where the shape is planned
 
 Triton looks for the compiled kernel at each launch, which takes the host several times as long as a short kernel takes the
 device. Here the first call of a kind goes Triton's way and what it found is remembered; the next of that kind launches it. Of
 one kind are calls of one kernel that agree in all that Triton compiles for:
 
     device       the current one, where every tensor must be
-    constants    names and values of all keywords, the launch options among them
+    constants    names and values of all keywords, the launch options among them: one object for equal ones
     tensor       dtype, and whether its address is divisible by 16
     descriptor   dtype, box and layout: the rest is not compiled for
     integer      1 itself, or divisible by 16 or not; one that needs more than 32 bits is a kind of its own
@@ -22,7 +24,8 @@ the kernel that was set anew. And so does every launch under the interpreter or 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -40,6 +43,34 @@ except ImportError:  # a Triton without Gluon
 
 READ = ("3.6", "3.7", "3.8")  # they take addresses in place of tensors, and want every argument, constants too, in its place
 MOST = 1024  # kinds of one kernel that are remembered
+
+
+class Constants(dict[str, Any]):
+    """Names and values, hashed as the object they are: `_one` makes one object of equal ones."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+@lru_cache(MOST)
+def _one(names: tuple[str, ...], values: tuple) -> Constants:
+    return Constants(zip(names, values, strict=True))
+
+
+class Cut(NamedTuple):
+    """How a kernel is launched for a shape."""
+
+    grid: tuple[int, ...]
+    constants: Constants
+
+
+def planned(grid: tuple[int, ...], **constants: Any) -> Cut:
+    return Cut(grid, _one(tuple(constants), tuple(constants.values())))
+
+
+def launch(kernel: Any, cut: Cut, *args: Any) -> Any:
+    if isinstance(kernel, _Short):
+        return kernel._launch(*cut, args)
+    return kernel[cut.grid](*args, **cut.constants)
 
 
 def launched(kernel: Any) -> Any:
@@ -62,14 +93,14 @@ class _Short:
     used_global_vals: Any
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return lambda *args, **constants: self._launch(grid, args, constants)
+        return lambda *args, **constants: self._launch(grid, planned((), **constants).constants, args)
 
-    def _launch(self, grid: Any, args: tuple, constants: dict[str, Any]) -> Any:
+    def _launch(self, grid: Any, constants: Constants, args: tuple) -> Any:
         if type(grid) is not tuple or self._is_watched():
             return self.run(*args, grid=grid, warmup=False, **constants)
         active = driver.active
         device = active.get_current_device()
-        kind: list[Any] = [device, len(args), *constants, *constants.values()]
+        kind: list[Any] = [device, constants]
         values = list(args)
         for place, arg in enumerate(args):
             given = type(arg)
@@ -111,7 +142,7 @@ class _Short:
             or self.pre_run_hooks
         )
 
-    def _remember(self, key: tuple, kernel: Any, args: tuple, constants: dict[str, Any]) -> Any:
+    def _remember(self, key: tuple, kernel: Any, args: tuple, constants: Constants) -> Any:
         """Only where the arguments by position are those that are no constants, and the keywords or defaults all the others."""
         positions = len(args)
         after = self.params[positions:]
