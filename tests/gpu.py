@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("tests/test_device_fused.py", "tests/test_device.py", "tests/test_device_models.py")
+FILES = tuple(f"tests/test_device{which}.py" for which in ("_fused", "_gluon", "", "_models"))
 PYTEST = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "-q", "--tb=short"]
 PYTEST += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
 

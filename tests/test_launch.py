@@ -190,6 +190,22 @@ def test_any_two_calls_share_a_kernel_where_they_do_in_triton(machine: Machine, 
         assert [one == other for other in right] == [found[0][i] == other for other in found[0]], changes[i]
 
 
+def test_a_planned_launch_is_the_same_launch(machine: Machine, kernel: Launched) -> None:
+    """What a shape fixes is given once; equal constants are one kind, wherever they were planned."""
+    usual = call(kernel)
+    for _ in range(2):
+        cut = launch.planned((5, 6, 7), SIZE=16, FLAG=True, num_warps=4)
+        assert launch.launch(kernel, cut, X, Y, None, 197, 32, 0.5) is usual
+    assert machine.asked == 1
+    assert [plainly(given) for given in machine.calls] == [plainly(machine.calls[0])] * 3
+    other = launch.planned((5, 6, 7), SIZE=16, FLAG=True, num_warps=8)
+    assert launch.launch(kernel, other, X, Y, None, 197, 32, 0.5) is not usual
+    judge = JITFunction(work)
+    launch.launch(judge, cut, X, Y, None, 197, 32, 0.5)  # a kernel that is left alone
+    assert machine.asked == 3
+    assert plainly(machine.calls[-1])[6:] == plainly(machine.calls[0])[6:]
+
+
 def test_the_names_of_the_keywords_count(machine: Machine, kernel: Launched) -> None:
     for _ in range(2):
         for option in ("num_warps", "num_stages"):
@@ -359,6 +375,9 @@ def test_kernels_in_gluon_and_their_descriptors(machine: Machine) -> None:
 
     kernel = launched(runtime.GluonJITFunction(work))
     assert type(kernel) is launch.LaunchedGluon
+    hopper = pytest.importorskip("dmst.kernels.fused.hopper")
+    x = torch.zeros(5, 32, 128, dtype=torch.bfloat16)
+    assert hopper._pieces(x, 128) == described(x, [160, 128], [128, 1], [64, 64], swizzled)  # made without its checks
     first = box()
     known = call(kernel, changed={0: first})
     assert machine.asked == 1

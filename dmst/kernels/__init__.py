@@ -37,11 +37,11 @@ def check(z: Tensor, weights: Weights, form: Form) -> None:
     d, k = z.shape[-1], form.num_heads
     if d % k:
         raise ShapeError(f"z has width {d}, which {k} heads do not divide.")
-    shapes = ((d, d), (d,), (k, d), (k,), (d, d), (d,), (k, 1), ())
+    shapes, device = ((d, d), (d,), (k, d), (k,), (d, d), (d,), (k, 1), ()), z.device
     for name, weight, shape in zip(Weights._fields, weights, shapes, strict=True):
         if weight is None:
             continue
         if weight.shape != shape:
             raise ShapeError(f"{name} has shape {tuple(weight.shape)}: for z of width {d} and {k} heads it must be {shape}.")
-        if weight.device != z.device:
-            raise ShapeError(f"{name} is on {weight.device} and z on {z.device}: move one with .to().")
+        if weight.device != device:
+            raise ShapeError(f"{name} is on {weight.device} and z on {device}: move one with .to().")

@@ -6,6 +6,8 @@ ours is written over it, unless somebody is looking: autograd, a compiler, a tra
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,5 +39,6 @@ def plus(mine: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
     return mine.addcmul_(x, y, value=scale) if in_place() else torch.addcmul(mine, x, y, value=scale)
 
 
-def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else x.to(dtype)
+def cast(x: Any, dtype: torch.dtype) -> Any:
+    """A tensor or None. `to` alone would take its time to find that there is nothing to do."""
+    return x if x is None or x.dtype == dtype else x.to(dtype)

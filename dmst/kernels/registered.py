@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dmst import rotary, watched
 from dmst.errors import DmstError
 from dmst.kernels import closed_form, plan, reference
-from dmst.kernels.arithmetic import wide
+from dmst.kernels.arithmetic import cast, wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import Form, Weights
 from dmst.kernels.fused import layer
@@ -89,8 +89,8 @@ def _run_backward(
 def _like(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
     if grad is None or weight is None:
         return None
-    same = grad.dtype == weight.dtype and grad.shape == weight.shape
-    return grad if same else grad.to(weight.dtype).reshape(weight.shape)
+    grad = cast(grad, weight.dtype)
+    return grad if grad.shape == weight.shape else grad.reshape(weight.shape)
 
 
 class _Eager(torch.autograd.Function):

@@ -79,9 +79,9 @@ class Operator(nn.Module):
         name = type(self).__name__
         if z.ndim != 3 or z.shape[-1] != self.dim:
             raise ShapeError(f"{name} takes tokens of shape (batch, tokens, {self.dim}), not {tuple(z.shape)}.")
-        dtype = self._a_weight().dtype
-        mixed = autocast_is_on(z) and z.dtype != torch.float64 and dtype != torch.float64
-        if not z.is_floating_point() or (z.dtype != dtype and not mixed):
+        given, dtype = z.dtype, self._a_weight().dtype
+        mixed = given != dtype and autocast_is_on(z) and torch.float64 not in (given, dtype)
+        if not given.is_floating_point or (given != dtype and not mixed):
             raise ShapeError(
                 f"{name} holds {dtype} weights and was given {z.dtype} tokens: convert one, or use torch.autocast."
             )

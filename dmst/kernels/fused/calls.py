@@ -1,11 +1,16 @@
-"""One function a kernel of this folder: allocate, launch. `layer` puts them together."""
+"""One function a kernel of this folder: allocate, launch. `layer` puts them together.
+
+What a launch has from the shape and the form alone is planned once (`lru_cache`): the host has more to do than the device.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dmst import rotary
 from dmst.kernels import plan
@@ -17,6 +22,7 @@ from dmst.kernels.fused.columns import columns_kernel
 from dmst.kernels.fused.core import MODES
 from dmst.kernels.fused.energy import energy_adjoint_kernel, energy_kernel
 from dmst.kernels.fused.gate import GATES
+from dmst.kernels.fused.launch import Cut, launch, planned
 from dmst.kernels.fused.moments import finish_kernel, gate_kernel, moments_kernel
 from dmst.kernels.fused.score import GROUP, score_kernel
 from dmst.kernels.fused.score_adjoint import gate_adjoint_kernel, into_assign_kernel, into_tokens_kernel
@@ -47,16 +53,18 @@ def aligned(x: Tensor) -> Tensor:
 
 def flat(weights: Weights) -> Weights:
     """The small weights as the kernels read them, one number after the other."""
-    small = ("assign", "assign_bias", "temperature")
-    return weights._replace(**{name: x.contiguous() for name in small if (x := getattr(weights, name)) is not None})
+    _, _, assign, assign_bias, _, _, temperature, _ = weights
+    if all(x is None or x.is_contiguous() for x in (assign, assign_bias, temperature)):
+        return weights
+    small = {"assign": assign, "assign_bias": assign_bias, "temperature": temperature}
+    return weights._replace(**{name: x.contiguous() for name, x in small.items() if x is not None})
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    flat = x.flatten(0, 1)
-    if bias is not None and plan.by_hand(flat.shape[0]) and hopper.serves(x.device, x.dtype, x.shape[-1], 16):
-        return hopper.product(flat, weight, bias).view(x.shape)
-    out = flat @ weight.mT if bias is None else torch.addmm(bias, flat, weight.mT)
-    return out.view(*x.shape[:2], -1)
+    b, n, d = x.shape
+    if bias is not None and plan.by_hand(b * n) and hopper.serves(x.device, x.dtype, d, 16):
+        return hopper.product(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -64,8 +72,13 @@ def column_sums(x: Tensor) -> Tensor:
     span = max(64, over(rows, 132))
     splits = over(rows, span)
     part = torch.empty(splits, d, device=x.device, dtype=F32)
-    columns_kernel[(splits, over(d, 128))](x, part, rows, span, D=d, ROWS=64, COLUMNS=128, STAGES=3, num_warps=4)
+    launch(columns_kernel, _plan_columns(splits, d), x, part, rows, span)
     return part.sum(0)
+
+
+@lru_cache(1024)
+def _plan_columns(splits: int, d: int) -> Cut:
+    return planned((splits, over(d, 128)), D=d, ROWS=64, COLUMNS=128, STAGES=3, num_warps=4)
 
 
 def partial_sums(rows: tuple[int, ...], k: int, p: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -80,11 +93,11 @@ def _step(factors: rotary.Factors | None) -> int:
     return 1 if factors is None else factors.step
 
 
-def _turned(d: int, tile: plan.Tile, factors: rotary.Factors | None) -> dict[str, Any]:
+def _turned(d: int, tile: plan.Tile, turned: bool, step: int) -> dict[str, Any]:
     """What the kernels that rotate have in common."""
     return {
         "D": d, "TOKENS": tile.tokens, "CHANNELS": tile.channels, "num_warps": tile.warps,
-        "ROTARY": factors is not None, "LEVEL": factors is not None and factors.step % tile.tokens == 0,
+        "ROTARY": turned, "LEVEL": turned and step % tile.tokens == 0,
     }  # fmt: skip
 
 
@@ -96,38 +109,45 @@ def _rotated(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | 
     """rot_n^T assign_k in three terms of z's dtype, (n, 3, k padded, d)."""
     assert weights.assign is not None and factors is not None
     _, n, d = z.shape
-    heads = max(8, plan.power_of_two(form.num_heads))
-    out = torch.empty(n, 3, heads, d, device=z.device, dtype=z.dtype)
     assign, assign_kind = words(weights.assign)
-    pairs = min(64, plan.power_of_two(d // 2))
-    rotated_kernel[(n, over(d // 2, pairs))](
-        assign, *factors.far, *factors.near, out, factors.step, n,
-        D=d, K=form.num_heads, HEADS=heads, PAIRS=pairs, ASSIGN=assign_kind, num_warps=4,
-    )  # fmt: skip
+    cut = _plan_rotated(n, d, form.num_heads, assign_kind)
+    out = torch.empty(n, 3, cut.constants["HEADS"], d, device=z.device, dtype=z.dtype)
+    launch(rotated_kernel, cut, assign, *factors.far, *factors.near, out, factors.step, n)
     return out
+
+
+@lru_cache(1024)
+def _plan_rotated(n: int, d: int, k: int, assign_kind: int) -> Cut:
+    pairs = min(64, plan.power_of_two(d // 2))
+    heads = max(8, plan.power_of_two(k))
+    return planned((n, over(d // 2, pairs)), D=d, K=k, HEADS=heads, PAIRS=pairs, ASSIGN=assign_kind, num_warps=4)
 
 
 def _position_score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None) -> tuple[Tensor, Tensor | None]:
     b, n, d = z.shape
-    k = form.num_heads
-    out = torch.empty(b, n, k, device=z.device, dtype=F32)
+    out = torch.empty(b, n, form.num_heads, device=z.device, dtype=F32)
     scores = torch.empty_like(out) if form.gate is not None else None
-    batch = plan.position_score(b, d)
-    position_score_kernel[(n, over(b, batch.samples))](
-        z, _rotated(z, weights, form, factors), weights.assign_bias, out, scores, b, n,
-        D=d, K=k, HEADS=max(8, plan.power_of_two(k)), SAMPLES=batch.samples, CHANNELS=batch.channels,
-        BIAS=weights.assign_bias is not None, SIGMOID=form.membership == "sigmoid", SUMS=scores is not None,
-        STAGES=3, num_warps=batch.warps,
-    )  # fmt: skip
+    cut = _plan_position_score(form, b, n, d, weights.assign_bias is not None)
+    launch(position_score_kernel, cut, z, _rotated(z, weights, form, factors), weights.assign_bias, out, scores, b, n)
     return out, scores
 
 
+@lru_cache(1024)
+def _plan_position_score(form: Form, b: int, n: int, d: int, bias: bool) -> Cut:
+    k, batch = form.num_heads, plan.position_score(b, d)
+    return planned(
+        (n, over(b, batch.samples)),
+        D=d, K=k, HEADS=max(8, plan.power_of_two(k)), SAMPLES=batch.samples, CHANNELS=batch.channels,
+        BIAS=bias, SIGMOID=form.membership == "sigmoid", SUMS=form.gate is not None, STAGES=3, num_warps=batch.warps,
+    )  # fmt: skip
+
+
 def score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None) -> tuple[Tensor, Tensor | None]:
-    b, n, d = z.shape
-    k, tile = form.num_heads, plan.score(d)
     assert weights.assign is not None
     if _by_position(z, form, factors):
         return _position_score(z, weights, form, factors)
+    b, n, d = z.shape
+    k, tile = form.num_heads, plan.score(d)
     tiles = over(n, tile.tokens)
     out = torch.empty(b, n, k, device=z.device, dtype=F32)
     sums = torch.empty(b, tiles, k, device=z.device, dtype=F32) if form.gate is not None else None
@@ -137,7 +157,8 @@ def score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | Non
         tokens, assign, weights.assign_bias, *_turn_arguments(factors, z), out, sums,
         n, _step(factors), tiles,
         K=k, Z=token_kind, ASSIGN=assign_kind, BIAS=weights.assign_bias is not None,
-        SIGMOID=form.membership == "sigmoid", SUMS=sums is not None, maxnreg=128, **_turned(d, tile, factors),
+        SIGMOID=form.membership == "sigmoid", SUMS=sums is not None, maxnreg=128,
+        **_turned(d, tile, factors is not None, _step(factors)),
     )  # fmt: skip
     return out, sums
 
@@ -172,11 +193,14 @@ def membership(
 
 def open_gate(sums: Tensor | None, gate: Tensor, pooled: Tensor | None, n: int, form: Form) -> None:
     assert sums is not None
-    b, tiles, k = sums.shape
-    gate_kernel[(b,)](
-        sums, gate, pooled, n, tiles, form.gate_scale,
-        K=k, ALL=plan.power_of_two(k), GATE=GATES[form.gate], ACTIVE=form.max_active_heads or 0, num_warps=1,
-    )  # fmt: skip
+    b, tiles, _ = sums.shape
+    launch(gate_kernel, _plan_gate(form, b), sums, gate, pooled, n, tiles, form.gate_scale)
+
+
+@lru_cache(1024)
+def _plan_gate(form: Form, b: int) -> Cut:
+    k, active = form.num_heads, form.max_active_heads or 0
+    return planned((b,), K=k, ALL=plan.power_of_two(k), GATE=GATES[form.gate], ACTIVE=active, num_warps=1)
 
 
 def moments(
@@ -216,15 +240,22 @@ def finish(
 
 def update(kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, *, weighted: bool) -> Tensor:
     b, n, d = kept.projected.shape
-    k = form.num_heads
     out = torch.empty_like(kept.projected)
-    update_kernel[(b, sweep.splits, over(k, sweep.heads))](
-        kept.projected, kept.membership, kept.second_moment, kept.gate, weights.theta, out,
-        n, sweep.span, form.sign,
-        K=k, P=d // k, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
-        MODE=MODES[form.mode], GATED=kept.gate is not None, WEIGHTED=weighted, STAGES=sweep.stages, num_warps=sweep.warps,
+    launch(
+        update_kernel, _plan_update(form, b, d, sweep, kept.gate is not None, weighted),
+        kept.projected, kept.membership, kept.second_moment, kept.gate, weights.theta, out, n, sweep.span, form.sign,
     )  # fmt: skip
     return out
+
+
+@lru_cache(1024)
+def _plan_update(form: Form, b: int, d: int, sweep: plan.Sweep, gated: bool, weighted: bool) -> Cut:
+    k = form.num_heads
+    return planned(
+        (b, sweep.splits, over(k, sweep.heads)),
+        K=k, P=d // k, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+        MODE=MODES[form.mode], GATED=gated, WEIGHTED=weighted, STAGES=sweep.stages, num_warps=sweep.warps,
+    )  # fmt: skip
 
 
 def unfold(product: Tensor, kept: Kept, form: Form) -> Tensor:
@@ -297,15 +328,11 @@ def score_adjoint(
 ) -> Tensor | None:  # fmt: skip
     """dz = dS U^T + what the scores ask, in place where the product has its dtype; and the gradients of `assign`."""
     b, n, d = z.shape
-    k = form.num_heads
     assert weights.assign is not None
     dpooled = None
     if dgate is not None:
         dpooled = torch.empty_like(dgate)
-        gate_adjoint_kernel[(b,)](
-            dgate, kept.pooled, dpooled, n, form.gate_scale,
-            K=k, ALL=plan.power_of_two(k), GATE=GATES[form.gate], ACTIVE=form.max_active_heads or 0, num_warps=1,
-        )  # fmt: skip
+        launch(gate_adjoint_kernel, _plan_gate(form, b), dgate, kept.pooled, dpooled, n, form.gate_scale)
     if wanted.assign:
         grads["assign"] = _assign_adjoint(z, dscores, dpooled, form, factors)
     if wanted.assign_bias:
@@ -314,14 +341,24 @@ def score_adjoint(
         return None
     product = flow @ weight_in
     dz = product.view_as(z) if product.dtype == z.dtype else torch.empty_like(z)
-    tile = plan.into_tokens(d)
-    tiles = over(n, tile.tokens)
     assign, assign_kind = words(weights.assign)
-    into_tokens_kernel[(b * tiles, over(d, tile.channels))](
-        assign, dscores, dpooled, product, *_turn_arguments(factors, z), dz, n, _step(factors), tiles,
-        K=k, ASSIGN=assign_kind, GATED=dpooled is not None, **_turned(d, tile, factors),
+    step = _step(factors)
+    tiles, cut = _plan_into_tokens(form, b, n, d, assign_kind, dpooled is not None, factors is not None, step)
+    launch(
+        into_tokens_kernel, cut, assign, dscores, dpooled, product, *_turn_arguments(factors, z), dz, n, step, tiles
     )  # fmt: skip
     return dz
+
+
+@lru_cache(1024)
+def _plan_into_tokens(
+    form: Form, b: int, n: int, d: int, assign_kind: int, gated: bool, turned: bool, step: int
+) -> tuple[int, Cut]:
+    """And the tiles of a sample."""
+    tile = plan.into_tokens(d)
+    tiles, grid = over(n, tile.tokens), over(d, tile.channels)
+    constants = {"K": form.num_heads, "ASSIGN": assign_kind, "GATED": gated, **_turned(d, tile, turned, step)}
+    return tiles, planned((b * tiles, grid), **constants)
 
 
 def _assign_adjoint(z: Tensor, dscores: Tensor, dpooled: Tensor | None, form: Form, factors: rotary.Factors | None) -> Tensor:
@@ -329,13 +366,10 @@ def _assign_adjoint(z: Tensor, dscores: Tensor, dpooled: Tensor | None, form: Fo
     k = form.num_heads
     if _by_position(z, form, factors):
         assert factors is not None
-        batch = plan.position_adjoint(b, d)
         part = torch.empty(n, k, d, device=z.device, dtype=F32)
-        position_assign_kernel[(n, over(d, batch.channels))](
-            z, dscores, dpooled, *factors.far, *factors.near, part, b, n, factors.step,
-            D=d, K=k, HEADS=max(8, plan.power_of_two(k)), GATED=dpooled is not None,
-            SAMPLES=batch.samples, CHANNELS=batch.channels, STAGES=3, num_warps=batch.warps,
-        )  # fmt: skip
+        cut = _plan_position_assign(b, n, d, k, dpooled is not None)
+        given = (z, dscores, dpooled, *factors.far, *factors.near)
+        launch(position_assign_kernel, cut, *given, part, b, n, factors.step)
         return part.sum(0)
     tile = plan.into_assign(d)
     tiles = over(n, tile.tokens)
@@ -345,6 +379,16 @@ def _assign_adjoint(z: Tensor, dscores: Tensor, dpooled: Tensor | None, form: Fo
     tokens, token_kind = words(z)
     into_assign_kernel[(programs, over(d, tile.channels), over(k, GROUP))](
         tokens, dscores, dpooled, *_turn_arguments(factors, z), part, n, _step(factors), tiles, run, b * tiles,
-        K=k, Z=token_kind, GATED=dpooled is not None, **_turned(d, tile, factors),
+        K=k, Z=token_kind, GATED=dpooled is not None, **_turned(d, tile, factors is not None, _step(factors)),
     )  # fmt: skip
     return part.sum(0)
+
+
+@lru_cache(1024)
+def _plan_position_assign(b: int, n: int, d: int, k: int, gated: bool) -> Cut:
+    batch = plan.position_adjoint(b, d)
+    return planned(
+        (n, over(d, batch.channels)),
+        D=d, K=k, HEADS=max(8, plan.power_of_two(k)), GATED=gated,
+        SAMPLES=batch.samples, CHANNELS=batch.channels, STAGES=3, num_warps=batch.warps,
+    )  # fmt: skip

@@ -25,14 +25,14 @@ come while the last ones are still in use.
 # mypy: disallow-untyped-defs=False, disable-error-code=assignment
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from dmst.kernels.fused.launch import launched
+from dmst.kernels.fused.launch import Cut, launch, launched, planned
 from dmst.kernels.plan import over
 
 try:
@@ -306,6 +306,7 @@ def _machine(index: int) -> tuple[bool, int]:
     return (properties.major, properties.minor) == (9, 0), properties.multi_processor_count
 
 
+@cache
 def _columns(d: int, p: int) -> int:
     """The widest block of columns that divides the width and holds whole heads; 0 if there is none."""
     return next((width for width in (192, 128, 64) if d % width == 0 and width % p == 0), 0)
@@ -321,7 +322,7 @@ def serves(device: torch.device, dtype: torch.dtype, d: int, p: int) -> bool:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (m, d) by weight (d, d) transposed, and bias (d)."""
+    """x (..., d) by weight (d, d) transposed, and bias (d)."""
     out = torch.empty_like(x)
     _launch(x, weight, bias, out)
     return out
@@ -338,7 +339,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor) 
     """membership (b, n, k) times s, and rows of energy (b, rows, k, p) and mass (b, rows, k); n is a multiple of 64."""
     b, n, d = x.shape
     k = membership.shape[-1]
-    tiles = _tiles(b * n, n, _groups(x, _columns(d, d // k)))
+    tiles = _tiles(b * n, n, _groups(x.get_device(), d, _columns(d, d // k)))
     splits = n // (16 * tiles)
     out = torch.empty_like(x)
     energy = torch.empty(b, splits, k, d // k, device=x.device, dtype=torch.float32)
@@ -347,9 +348,9 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor) 
     return out, energy, mass
 
 
-def _groups(x: Tensor, columns: int) -> int:
+def _groups(index: int, d: int, columns: int) -> int:
     """How many programs work on the same columns."""
-    return _machine(x.get_device())[1] // (x.shape[-1] // columns)
+    return _machine(index)[1] // (d // columns)
 
 
 def _tiles(rows: int, n: int, groups: int) -> int:
@@ -363,15 +364,27 @@ def _launch(
     energy: Tensor | None = None, mass: Tensor | None = None, p: int = 16, tiles: int = 1, pairs: int = 1,
 ) -> None:  # fmt: skip
     d = x.shape[-1]
-    rows, columns = x.numel() // d, _columns(d, p)
-    groups = min(_groups(x, columns), over(rows, 128 * tiles))
-    hopper_kernel[(d // columns * groups,)](
+    rows, moments = x.numel() // d, membership is not None
+    launch(
+        hopper_kernel, _plan(x.get_device(), rows, d, p, tiles, bias is not None, moments, weight.dim() == 3),
         _pieces(x, d), _pieces(weight.contiguous(), d), _pieces(out, d), membership, bias, energy, mass, rows, tiles, pairs,
-        D=d, COLUMNS=columns, P=p, BIAS=bias is not None, MOMENTS=membership is not None, BY_SAMPLE=weight.dim() == 3,
-        num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+@lru_cache(1024)
+def _plan(index: int, rows: int, d: int, p: int, tiles: int, bias: bool, moments: bool, by_sample: bool) -> Cut:
+    columns = _columns(d, p)
+    groups = min(_groups(index, d, columns), over(rows, 128 * tiles))
+    return planned(
+        (d // columns * groups,),
+        D=d, COLUMNS=columns, P=p, BIAS=bias, MOMENTS=moments, BY_SAMPLE=by_sample, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
 def _pieces(x: Tensor, d: int) -> Any:
-    """x as (rows, d) in pieces of 64 by 64, for the copy engine."""
-    return TensorDescriptor(x, [x.numel() // d, d], [d, 1], [64, 64], SWIZZLED)
+    """x as (rows, d) in pieces of 64 by 64, for the copy engine. Its constructor would check at length what is known here."""
+    assert x.data_ptr() % 16 == 0, "base must be 16-byte aligned"
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides = x, [x.numel() // d, d], [d, 1]
+    made.block_shape, made.layout = [64, 64], SWIZZLED
+    return made

@@ -31,8 +31,9 @@ def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | N
     if weights.assign is not None:
         scores, sums = calls.score(z, weights, form, factors)
     if form.gate is not None:
-        gate, pooled = (torch.empty(b, k, device=z.device, dtype=F32) for _ in range(2))
-    tokens, weight_in, bias_in = z.to(dtype), weights.subspace.to(dtype), cast(weights.subspace_bias, dtype)
+        gate = torch.empty(b, k, device=z.device, dtype=F32)
+        pooled = torch.empty_like(gate)
+    tokens, weight_in, bias_in = cast(z, dtype), cast(weights.subspace, dtype), cast(weights.subspace_bias, dtype)
     weight_out, bias_out = _weight_out(weights, dtype), cast(weights.out_bias, dtype)
 
     if _keeps_weighted(z, form, dtype):
@@ -85,10 +86,10 @@ def backward(
     wants_z: bool,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """dz, and the gradient of each weight that is wanted."""
-    z, dout, weights = calls.aligned(z), calls.aligned(dout.to(dtype)), calls.flat(weights)
+    z, dout, weights = calls.aligned(z), calls.aligned(cast(dout, dtype)), calls.flat(weights)
     b, n, d = z.shape
     k, p = form.num_heads, d // form.num_heads
-    tokens_in, tokens_out = z.to(dtype).flatten(0, 1), dout.flatten(0, 1)
+    tokens_in, tokens_out = cast(z, dtype).flatten(0, 1), dout.flatten(0, 1)
     sweep = plan.sweep(b, n, k, p)
     grads: dict[str, Tensor] = {}
     weight_out = _weight_out(weights, dtype)
@@ -126,7 +127,7 @@ def backward(
             assert dweight_out is not None
             grads["subspace"] += dweight_out.mT
 
-    weight_in = weights.subspace.to(dtype)
+    weight_in = cast(weights.subspace, dtype)
     if weights.assign is None:
         return ((flow @ weight_in).view_as(z).to(z.dtype) if wants_z else None), grads
     dz = calls.score_adjoint(z, flow, weight_in, dscores, dgate, kept, weights, form, factors, wanted, wants_z, grads)
@@ -134,7 +135,7 @@ def backward(
 
 
 def _weight_out(weights: Weights, dtype: torch.dtype) -> Tensor:
-    return (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
+    return cast(weights.subspace.mT if weights.out is None else weights.out, dtype)
 
 
 def _keeps_weighted(z: Tensor, form: Form, dtype: torch.dtype) -> bool:

@@ -19,7 +19,7 @@ rounded up to one of `CLASSES`; n itself is not.
 # mypy: disallow-untyped-defs=False, disable-error-code="assignment, misc, var-annotated"
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 
 from dmst.kernels.fused.core import LISTING, MODES, PROXIMAL, attenuation, factor, weigh
-from dmst.kernels.fused.launch import launched
+from dmst.kernels.fused.launch import Cut, launch, launched, planned
 from dmst.kernels.plan import over, power_of_two
 
 try:
@@ -291,17 +291,26 @@ def settle(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of projected (b, n, d) and membership (b, n, k): update (b, n, d), second moment (b, k, p) and its divisor (b, k)."""
     (b, n, d), k = projected.shape, membership.shape[-1]
-    shape = fits(n, d, d // k, projected.dtype, projected.device)
-    assert shape is not None
+    dtype, device = projected.dtype, projected.device
     update = torch.empty_like(projected)
-    moment = torch.empty(b, k, d // k, device=projected.device, dtype=F32)
-    divisor = torch.empty(b, k, device=projected.device, dtype=F32)
-    settle_kernel[(b * (d // shape.columns),)](
-        projected, membership, gate, theta, update, moment, divisor, n, float(delta), float(sign),
-        K=k, P=d // k, COLUMNS=shape.columns, TILES=shape.tiles, FULL=shape.full, WARPS=shape.warps,
-        MODE=MODES[mode], GATED=gate is not None, UNIFORM=uniform, DELTA=bool(delta), num_warps=shape.warps,
-    )  # fmt: skip
+    moment = torch.empty(b, k, d // k, device=device, dtype=F32)
+    divisor = torch.empty(b, k, device=device, dtype=F32)
+    cut = _plan_settle(b, n, d, k, dtype, device, mode, gate is not None, uniform, bool(delta))
+    launch(settle_kernel, cut, projected, membership, gate, theta, update, moment, divisor, n, float(delta), float(sign))
     return update, moment, divisor
+
+
+@lru_cache(1024)
+def _plan_settle(
+    b: int, n: int, d: int, k: int, dtype: torch.dtype, device: torch.device, mode: str, gated: bool, uniform: bool, delta: bool
+) -> Cut:
+    shape = fits(n, d, d // k, dtype, device)
+    assert shape is not None
+    return planned(
+        (b * (d // shape.columns),),
+        K=k, P=d // k, COLUMNS=shape.columns, TILES=shape.tiles, FULL=shape.full, WARPS=shape.warps,
+        MODE=MODES[mode], GATED=gated, UNIFORM=uniform, DELTA=delta, num_warps=shape.warps,
+    )  # fmt: skip
 
 
 def pull(
@@ -310,23 +319,37 @@ def pull(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """dS over G, and the gradients of scores or membership (b, n, k), gate and theta (b, k), and of the bias (b, 1, k, p)."""
     (b, n, d), k = projected.shape, membership.shape[-1]
-    p = d // k
-    shape = fits_pull(n, d, p, projected.dtype, projected.device)
-    assert shape is not None and grad.dtype == projected.dtype
-    width = power_of_two(p)
-    heads = shape.columns // width
+    assert grad.dtype == projected.dtype
     dscores = torch.empty_like(membership)
     dgate = torch.empty_like(gate) if gate is not None else None
     dtheta = torch.empty_like(divisor) if mode == "proximal" else None
-    dbias = torch.empty(b, 1, k, p, device=grad.device, dtype=F32) if wants_bias else None
-    pull_kernel[(b * over(k, heads),)](
+    dbias = torch.empty(b, 1, k, d // k, device=grad.device, dtype=F32) if wants_bias else None
+    cut = _plan_pull(b, n, d, k, grad.dtype, grad.device, mode, gate is not None, uniform, sigmoid, wants_bias)
+    launch(
+        pull_kernel, cut,
         grad, projected, membership, second_moment, gate, divisor, theta, dscores, dgate, dtheta, dbias, n, float(sign),
-        K=k, P=p, HEADS=heads, WIDTH=width, TILES=shape.tiles, FULL=shape.full, WARPS=shape.warps,
-        MODE=MODES[mode], GATED=gate is not None, UNIFORM=uniform, SIGMOID=sigmoid, BIAS=wants_bias, num_warps=shape.warps,
     )  # fmt: skip
     return dscores, dgate, dtheta, dbias
 
 
+@lru_cache(1024)
+def _plan_pull(
+    b: int, n: int, d: int, k: int, dtype: torch.dtype, device: torch.device, mode: str, gated: bool, uniform: bool,
+    sigmoid: bool, bias: bool,
+) -> Cut:  # fmt: skip
+    p = d // k
+    shape = fits_pull(n, d, p, dtype, device)
+    assert shape is not None
+    width = power_of_two(p)
+    heads = shape.columns // width
+    return planned(
+        (b * over(k, heads),),
+        K=k, P=p, HEADS=heads, WIDTH=width, TILES=shape.tiles, FULL=shape.full, WARPS=shape.warps,
+        MODE=MODES[mode], GATED=gated, UNIFORM=uniform, SIGMOID=sigmoid, BIAS=bias, num_warps=shape.warps,
+    )  # fmt: skip
+
+
+@cache
 def _serves(p: int, dtype: torch.dtype, device: torch.device) -> bool:
     """What neither the sample's length nor the device's memory decides."""
     known = GLUON and torch.version.hip is None
