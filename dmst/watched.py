@@ -20,7 +20,12 @@ def traced() -> bool:
 
 
 def exported() -> bool:
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return _exporting() or torch.jit.is_tracing()
+
+
+def _exporting() -> bool:
+    """Asked of torch itself: the compiler of older ones takes `is_exporting()` in what it compiles for true."""
+    return torch.compiler.is_exporting()
 
 
 def transformed() -> bool:
@@ -41,7 +46,7 @@ def _within_levels() -> bool:
 
 
 # Asked when a function is traced: the compiler takes the answer as a constant, and guards the transforms by itself.
-for _question in (_within_transforms, _within_levels):
+for _question in (_within_transforms, _within_levels, _exporting):
     _question._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

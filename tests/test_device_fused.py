@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dmst import kernels, rotary, use_kernels
 from dmst.errors import ShapeError
-from dmst.kernels import Weights, choice, reference
+from dmst.kernels import Weights, choice, plan, reference
 from dmst.operators import DMSA
 from tests.cases import FAMILY, gradients, label, relative
 from tests.test_precision import BARS
@@ -105,8 +105,10 @@ def test_parity_at_working_sizes(case: tuple, n: int) -> None:
 
 
 @pytest.mark.parametrize("case", [*LOW[:3], ("dmsa", {"rotary": "2d"}), ("tssa", {"position_scores": "1d"})], ids=label)
-def test_parity_of_large_batches(case: tuple) -> None:
-    """Scores by position (64 samples of bfloat16), and samples that are not split over programs."""
+@pytest.mark.parametrize("busy", [0, plan.BUSY])
+def test_parity_of_large_batches(case: tuple, busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores by position (64 samples of bfloat16) where the host has time, and samples that are not split over programs."""
+    monkeypatch.setattr(plan, "BUSY", busy)
     for shape in ((64, 197, 384, 8), (300, 40, 96, 2)):
         made = there(case, shape, BF16)
         mine = stored(made, BF16)
@@ -133,6 +135,7 @@ def test_parity_of_long_samples(case: tuple) -> None:
 
 
 def test_gates_of_large_batches_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "BUSY", 0)
     shared.check_scores(BF16, (64, 197, 384, 8), DEVICE, monkeypatch)
 
 

@@ -368,6 +368,7 @@ TURNED = [("dmsa", {"membership_bias": True}), ("dmsa", {"rotary": "2d"}), ("tss
 def test_scores_by_position(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of large bfloat16 batches, whose product the interpreter gets wrong: here in float32."""
     monkeypatch.setattr(plan, "by_position", lambda b, k, dtype, turned: turned)
+    monkeypatch.setattr(plan, "BUSY", 0)
     made = draw(case, (3, 8, 24, 3)).map(guarded)
     poison(monkeypatch)
     found, kept = keep(functools.partial(fused, made), monkeypatch)
@@ -415,6 +416,7 @@ def weigh_early(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "hopper", Products)
     monkeypatch.setattr(plan, "weighted", lambda n, d, dtype: True)
     monkeypatch.setattr(plan, "by_hand", lambda rows: True)
+    monkeypatch.setattr(plan, "BUSY", 0)
 
 
 WEIGHTED = [("dmsa", {"membership_bias": True}), ("dmsa", {"mode": "equation", "rotary": "2d"}), ("dmsa", {"bias": False})]

@@ -338,3 +338,11 @@ def test_forms_that_no_operator_has_are_refused(monkeypatch: pytest.MonkeyPatch)
     pretend(monkeypatch)
     for form in (Form(3, token_sparse_rescale=True), Form(3, membership="energy", gate=None, uniform_moment=True)):
         assert "this form" in choice.verdict(CUDA, F32, form, 24, "auto").why
+
+
+def test_exporting_is_asked_of_torch_itself() -> None:
+    """In torch 2.11 the compiler took `is_exporting()` for true in all that it compiled, and every compiled layer was plain."""
+    from dmst import watched
+
+    assert watched._exporting._dynamo_marked_constant
+    assert not watched.exported()

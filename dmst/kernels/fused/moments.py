@@ -30,13 +30,13 @@ def _divisor(mass, n, delta, UNIFORM: tl.constexpr, DELTA: tl.constexpr):
 @triton.jit
 def _open_gate(
     sum_ptr, sample, n, tiles, scale,
-    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr,
+    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr = 64,
 ):  # fmt: skip
     """The pooled scores and the gate (ALL) of one sample."""
     head = tl.arange(0, ALL)
-    total = tl.zeros((64, ALL), tl.float32)
-    for first in range(0, tiles, 64):
-        which = first + tl.arange(0, 64)
+    total = tl.zeros((ROWS, ALL), tl.float32)
+    for first in range(0, tiles, ROWS):
+        which = first + tl.arange(0, ROWS)
         real = (which[:, None] < tiles) & (head[None, :] < K)
         total += tl.load(sum_ptr + (sample * tiles + which[:, None]) * K + head[None, :], mask=real, other=0.0)
     pooled = tl.sum(total, 0) / tl.maximum(n * 1.0, 1.0)
@@ -57,7 +57,7 @@ def gate_kernel(
 ):  # fmt: skip
     """The gate alone, for kernels that need it at once: one sample."""
     sample, head = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
-    pooled, gates = _open_gate(sum_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE)
+    pooled, gates = _open_gate(sum_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE, 256)
     tl.store(pooled_ptr + sample * K + head, pooled, mask=head < K)
     tl.store(gate_ptr + sample * K + head, gates, mask=head < K)
 
