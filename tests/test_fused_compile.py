@@ -26,7 +26,7 @@ ALONG = dict(BLOCK, ALL=8, UNIFORM=False, NORMALIZE=False, FINISH=True, DELTA=Tr
 FOLD = dict(ALONG, FINISH=False, UPDATE=False, WEIGHTED=True)
 TURNED = dict(D=384, K=8, TOKENS=16, CHANNELS=32, ROTARY=True, LEVEL=True)
 SCORE = dict(TURNED, Z=1, ASSIGN=1, BIAS=False, SIGMOID=True, SUMS=True)
-FINISH = dict(D=384, K=8, P=48, ALL=8, WIDTH=64, ROWS=64, UNIFORM=False, DELTA=True, GATE=1, ACTIVE=0, FOLD=True, MODE=0)
+FINISH = dict(D=384, K=8, P=48, WIDTH=64, ROWS=64, UNIFORM=False, DELTA=True, GATED=True, FOLD=True, MODE=0)
 ADJOINT = dict(BLOCK, MODE=0, GATED=True, UNIFORM=False, SIGMOID=True, WEIGHTED=False, SUM=True, PULL=True,
                BIAS=True, STAGES=2)
 BACK, ASSIGN = dict(TURNED, ASSIGN=1, GATED=True), dict(TURNED, Z=1, GATED=True)
@@ -47,11 +47,11 @@ CASES = {
     "score": [(score.score_kernel, c) for c in (
         SCORE, dict(SCORE, K=3, BIAS=True, ASSIGN=0, Z=2), dict(SCORE, Z=0, ROTARY=False, SIGMOID=False),
         dict(SCORE, Z=3, ASSIGN=3, LEVEL=False, K=12, D=100))],
-    "gate": [(moments.gate_kernel, dict(K=8, ALL=8, GATE=1, ACTIVE=2))],
+    "gate": [(moments.gate_kernel, dict(K=8, ALL=8, GATE=1, ACTIVE=2, ROWS=1024))],
     "moments": [(moments.moments_kernel, c) for c in (
         ALONG, FOLD, dict(ALONG, GATE=0, MODE=2), dict(ALONG, GATE=4, ACTIVE=2), dict(ALONG, UNIFORM=True, GATE=0, DELTA=False),
         dict(FOLD, WEIGHTED=False, NORMALIZE=True, GATE=0), dict(ALONG, MODE=1, ACTIVE=2))],
-    "finish": [(moments.finish_kernel, c) for c in (FINISH, dict(FINISH, FOLD=False, GATE=0), dict(FINISH, GATE=2, MODE=1))],
+    "finish": [(moments.finish_kernel, c) for c in (FINISH, dict(FINISH, FOLD=False), dict(FINISH, GATED=False, MODE=1))],
     "adjoint": [(adjoint.adjoint_kernel, c) for c in (
         ADJOINT, dict(ADJOINT, PULL=False), dict(ADJOINT, SUM=False, MODE=1), dict(ADJOINT, MODE=2),
         dict(ADJOINT, UNIFORM=True, GATED=False, SIGMOID=False), dict(ADJOINT, WEIGHTED=True, PULL=False),

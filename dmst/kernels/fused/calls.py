@@ -196,10 +196,23 @@ def membership(
     return out, channel
 
 
-def open_gate(sums: Tensor | None, gate: Tensor, pooled: Tensor | None, n: int, form: Form) -> None:
+def open_gate(sums: Tensor | None, n: int, form: Form) -> tuple[Tensor | None, Tensor | None]:
+    """The gate and the pooled scores (b, k), from sums (b, tiles, k) of the scores."""
+    if form.gate is None:
+        return None, None
     assert sums is not None
-    b, tiles, _ = sums.shape
-    launch(gate_kernel, _plan_gate(form, b), sums, gate, pooled, n, tiles, form.gate_scale)
+    b, tiles, k = sums.shape
+    gate = torch.empty(b, k, device=sums.device, dtype=F32)
+    pooled = torch.empty_like(gate)
+    launch(gate_kernel, _plan_open_gate(form, b, tiles), sums, gate, pooled, n, tiles, form.gate_scale)
+    return gate, pooled
+
+
+@lru_cache(1024)
+def _plan_open_gate(form: Form, b: int, tiles: int) -> Cut:
+    rows = min(1024, max(16, plan.power_of_two(tiles)))
+    grid, constants = _plan_gate(form, b)
+    return planned(grid, **(constants | {"ROWS": rows, "num_warps": 1 if rows <= 128 else 4}))
 
 
 @lru_cache(1024)
@@ -228,17 +241,14 @@ def moments(
 
 
 def finish(
-    energy: Tensor, mass: Tensor, sums: Tensor | None, gate: Tensor | None, pooled: Tensor | None, weight: Tensor,
-    folded: Tensor | None, n: int, form: Form,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    energy: Tensor, mass: Tensor, gate: Tensor | None, weight: Tensor, folded: Tensor | None, n: int, form: Form
+) -> tuple[Tensor, Tensor]:
     b, splits, k, p = energy.shape
     moment, divisor = partial_sums((b,), k, p, energy.device)
     finish_kernel[(b, k, 1 if folded is None else over(k * p, 64))](
-        energy, mass, sums, moment, divisor, gate, pooled, weight, folded,
-        n, splits, 0 if sums is None else sums.shape[1], form.gate_scale, form.delta, form.sign, *weight.stride(),
-        D=k * p, K=k, P=p, ALL=plan.power_of_two(k), WIDTH=plan.power_of_two(p), ROWS=64,
-        UNIFORM=form.uniform_moment, DELTA=bool(form.delta), GATE=GATES[form.gate],
-        ACTIVE=form.max_active_heads or 0, FOLD=folded is not None, MODE=MODES[form.mode], num_warps=8,
+        energy, mass, moment, divisor, gate, weight, folded, n, splits, form.delta, form.sign, *weight.stride(),
+        D=k * p, K=k, P=p, WIDTH=plan.power_of_two(p), ROWS=64, UNIFORM=form.uniform_moment, DELTA=bool(form.delta),
+        GATED=gate is not None, FOLD=folded is not None, MODE=MODES[form.mode], num_warps=8,
     )  # fmt: skip
     return moment, divisor
 

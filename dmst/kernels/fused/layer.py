@@ -27,28 +27,25 @@ def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | N
     z, weights = calls.aligned(z), calls.flat(weights)
     b, n, d = z.shape
     k, p = form.num_heads, d // form.num_heads
-    scores = sums = gate = pooled = None
+    scores = sums = None
     if weights.assign is not None:
         scores, sums = calls.score(z, weights, form, factors)
-    if form.gate is not None:
-        gate = torch.empty(b, k, device=z.device, dtype=F32)
-        pooled = torch.empty_like(gate)
     tokens, weight_in, bias_in = cast(z, dtype), cast(weights.subspace, dtype), cast(weights.subspace_bias, dtype)
     weight_out, bias_out = _weight_out(weights, dtype), cast(weights.out_bias, dtype)
 
     if _keeps_weighted(z, form, dtype):
         assert scores is not None
+        gate, pooled = calls.open_gate(sums, n, form)
         weighted, energy, mass = hopper.project(tokens, weight_in, bias_in, scores)
         folded = torch.empty(b, d, d, device=z.device, dtype=dtype)
-        moment, divisor = calls.finish(energy, mass, sums, gate, pooled, weight_out, folded, n, form)
+        moment, divisor = calls.finish(energy, mass, gate, weight_out, folded, n, form)
         return hopper.fold_out(weighted, folded, bias_out), Kept(weighted, scores, pooled, gate, moment, divisor, None)
 
     projected = calls.linear(tokens, weight_in, bias_in)
     sweep = plan.whole(b, n, k, p) or plan.sweep(b, n, k, p)
     membership, channel = calls.membership(scores, projected, weights, form, sweep)
     if sweep.splits == 1 and resident.fits(n, d, p, dtype, z.device):
-        if gate is not None:
-            calls.open_gate(sums, gate, pooled, n, form)
+        gate, pooled = calls.open_gate(sums, n, form)
         options: dict[str, Any] = {"mode": form.mode, "sign": form.sign, "delta": form.delta, "uniform": form.uniform_moment}
         update, moment, divisor = resident.settle(projected, membership, gate, weights.theta, **options)
         return calls.linear(update, weight_out, bias_out), Kept(projected, membership, pooled, gate, moment, divisor, channel)
@@ -57,12 +54,16 @@ def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | N
     route = plan.route(b, sweep.splits, form.mode, fits=fits)
     energy, mass = calls.partial_sums((b, sweep.splits), k, p, z.device)
     made = torch.empty_like(projected) if route != "apart" else None
+    gate = pooled = apart = None
+    if route == "along" and form.gate is not None:  # opened on the way
+        gate, pooled = (torch.empty(b, k, device=z.device, dtype=F32) for _ in range(2))
     calls.moments(projected, membership, None, sums, energy, mass, gate, pooled, weights.theta, made, form, sweep, route)
     if route == "along":
-        moment, divisor, apart = energy.squeeze(1), mass.squeeze(1), None
+        moment, divisor = energy.squeeze(1), mass.squeeze(1)
     else:
+        gate, pooled = calls.open_gate(sums, n, form)
         apart = torch.empty(b, d, d, device=z.device, dtype=dtype) if route == "fold" else None
-        moment, divisor = calls.finish(energy, mass, sums, gate, pooled, weight_out, apart, n, form)
+        moment, divisor = calls.finish(energy, mass, gate, weight_out, apart, n, form)
     kept = Kept(projected, membership, pooled, gate, moment, divisor, channel)
     if made is None:
         made = calls.update(kept, weights, form, sweep, weighted=False)

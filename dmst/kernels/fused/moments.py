@@ -5,7 +5,7 @@
     split sample:  weighted = pi s         and `finish` makes W_b = W diag(c_b), so that weighted W_b is update W
 
 A sample's tokens are split over programs where there are few samples; each leaves one row of partial sums, and `finish` adds
-them in order. A sample that is not split is finished at once. `finish` also opens the gate from the sums of the scores.
+them in order. A sample that is not split is finished at once, its gate opened from the sums of the scores on the way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _divisor(mass, n, delta, UNIFORM: tl.constexpr, DELTA: tl.constexpr):
 @triton.jit
 def _open_gate(
     sum_ptr, sample, n, tiles, scale,
-    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr = 64,
+    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The pooled scores and the gate (ALL) of one sample."""
     head = tl.arange(0, ALL)
@@ -53,11 +53,11 @@ def _pick(values, head, ALL: tl.constexpr):
 @triton.jit
 def gate_kernel(
     sum_ptr, gate_ptr, pooled_ptr, n, tiles, scale,
-    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr,
+    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The gate alone, for kernels that need it at once: one sample."""
+    """The gate alone, of one sample: where many programs need it, it is opened once."""
     sample, head = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
-    pooled, gates = _open_gate(sum_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE, 256)
+    pooled, gates = _open_gate(sum_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE, ROWS)
     tl.store(pooled_ptr + sample * K + head, pooled, mask=head < K)
     tl.store(gate_ptr + sample * K + head, gates, mask=head < K)
 
@@ -97,7 +97,7 @@ def moments_kernel(
         divisor = _divisor(whole, n, delta, UNIFORM, DELTA)
         total, whole = total / divisor[:, None], divisor
         if GATE:
-            pooled, gates = _open_gate(sum_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE)
+            pooled, gates = _open_gate(sum_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE, 64)
             if tl.program_id(2) == 0:
                 every = tl.arange(0, ALL)
                 tl.store(pooled_ptr + sample * K + every, pooled, mask=every < K)
@@ -120,11 +120,10 @@ def moments_kernel(
 @launched
 @triton.jit
 def finish_kernel(
-    energy_ptr, mass_ptr, sum_ptr, moment_ptr, divisor_ptr, gate_ptr, pooled_ptr, weight_ptr, folded_ptr,
-    n, splits, tiles, scale, delta, sign, weight_row, weight_column,
-    D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    UNIFORM: tl.constexpr, DELTA: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, FOLD: tl.constexpr,
-    MODE: tl.constexpr,
+    energy_ptr, mass_ptr, moment_ptr, divisor_ptr, gate_ptr, weight_ptr, folded_ptr,
+    n, splits, delta, sign, weight_row, weight_column,
+    D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, UNIFORM: tl.constexpr,
+    DELTA: tl.constexpr, GATED: tl.constexpr, FOLD: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """One head of one sample: partial sums to T and its divisor; with `FOLD` some rows of its columns of W_b (b, D, K P)."""
     sample, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -144,16 +143,8 @@ def finish_kernel(
     moment = tl.sum(energy, 0) / divisor
     tl.store(moment_ptr + (sample * K + which) * P + channel, moment, mask=inside)
     tl.store(divisor_ptr + sample * K + which, divisor)
-    if GATE:
-        pooled, gates = _open_gate(sum_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE)
-        if which == 0:
-            every = tl.arange(0, ALL)
-            tl.store(pooled_ptr + sample * K + every, pooled, mask=every < K)
-            tl.store(gate_ptr + sample * K + every, gates, mask=every < K)
-        gate = tl.sum(tl.where(tl.arange(0, ALL) == which, gates, 0.0), 0)
-    else:
-        gate = 1.0
     if FOLD:
+        gate = tl.load(gate_ptr + sample * K + which) if GATED else 1.0
         c = factor(attenuation(moment, gate), gate, 1.0, sign, MODE)
         row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
         real = (row[:, None] < D) & inside[None, :]
