@@ -520,6 +520,7 @@ def test_samples_that_wait_in_shared_memory(case: tuple, monkeypatch: pytest.Mon
     for module in (layer, calls):
         monkeypatch.setattr(module, "resident", Resident)
     monkeypatch.setattr(plan, "PROGRAMS", 1)  # no sample is split
+    monkeypatch.setattr(plan, "BUSY", 0)
     made = draw(case, (3, 22, 24, 3)).map(guarded)
     poison(monkeypatch)
     check(fused(made), made)

@@ -17,7 +17,7 @@ ASSIGN_PROGRAMS = 132  # rows of partial sums for the gradient of `assign`
 FOLDED = 4  # samples at most, each with an output product of its own
 UNFOLDED = 64  # samples at most whose products with dout are summed up for the output weight's gradient
 BY_HAND = 16384  # rows from which our own product serves
-BUSY = 131072  # tokens from which a device has more to do than the host that launches its kernels one by one
+BUSY = 65536  # tokens from which a device has more to do than the host that launches its kernels one by one
 WIDEST = 128  # of one head
 MOST_HEADS = 64
 

@@ -62,12 +62,12 @@ def flat(weights: Weights) -> Weights:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     b, n, d = x.shape
-    if plan.by_hand(b * n) and hopper.serves(x.device, x.dtype, d, 16) and _unhurried(x):
+    if plan.by_hand(b * n) and hopper.serves(x.device, x.dtype, d, 16) and unhurried(x):
         return hopper.product(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def _unhurried(x: Tensor) -> bool:
+def unhurried(x: Tensor) -> bool:
     """Whether the device has more to do than the host: many tokens, or a CUDA graph. Otherwise fewer launches are faster."""
     return x.shape[0] * x.shape[1] >= plan.BUSY or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -149,7 +149,7 @@ def _plan_position_score(form: Form, b: int, n: int, d: int, bias: bool) -> Cut:
 
 def score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None) -> tuple[Tensor, Tensor | None]:
     assert weights.assign is not None
-    if _by_position(z, form, factors) and _unhurried(z):
+    if _by_position(z, form, factors) and unhurried(z):
         return _position_score(z, weights, form, factors)
     b, n, d = z.shape
     k, tile = form.num_heads, plan.score(d)

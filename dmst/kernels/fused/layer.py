@@ -44,7 +44,7 @@ def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | N
     projected = calls.linear(tokens, weight_in, bias_in)
     sweep = plan.whole(b, n, k, p) or plan.sweep(b, n, k, p)
     membership, channel = calls.membership(scores, projected, weights, form, sweep)
-    if sweep.splits == 1 and resident.fits(n, d, p, dtype, z.device):
+    if sweep.splits == 1 and calls.unhurried(z) and resident.fits(n, d, p, dtype, z.device):
         gate, pooled = calls.open_gate(sums, n, form)
         options: dict[str, Any] = {"mode": form.mode, "sign": form.sign, "delta": form.delta, "uniform": form.uniform_moment}
         update, moment, divisor = resident.settle(projected, membership, gate, weights.theta, **options)
