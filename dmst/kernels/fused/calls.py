@@ -151,21 +151,29 @@ def score(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | Non
     assert weights.assign is not None
     if _by_position(z, form, factors) and unhurried(z):
         return _position_score(z, weights, form, factors)
-    b, n, d = z.shape
-    k, tile = form.num_heads, plan.score(d)
-    tiles = over(n, tile.tokens)
-    out = torch.empty(b, n, k, device=z.device, dtype=F32)
-    sums = torch.empty(b, tiles, k, device=z.device, dtype=F32) if form.gate is not None else None
+    (b, n, _), step = z.shape, _step(factors)
     tokens, token_kind = words(z)
     assign, assign_kind = words(weights.assign)
-    score_kernel[(b * tiles, over(k, GROUP))](
-        tokens, assign, weights.assign_bias, *_turn_arguments(factors, z), out, sums,
-        n, _step(factors), tiles,
-        K=k, Z=token_kind, ASSIGN=assign_kind, BIAS=weights.assign_bias is not None,
-        SIGMOID=form.membership == "sigmoid", SUMS=sums is not None, maxnreg=128,
-        **_turned(d, tile, factors is not None, _step(factors)),
-    )  # fmt: skip
+    biased = weights.assign_bias is not None
+    tiles, cut = _plan_score(form, z.shape, token_kind, assign_kind, biased, factors is not None, step)
+    out = torch.empty(b, n, form.num_heads, device=z.device, dtype=F32)
+    sums = torch.empty(b, tiles, form.num_heads, device=z.device, dtype=F32) if form.gate is not None else None
+    turn = _turn_arguments(factors, z)
+    launch(score_kernel, cut, tokens, assign, weights.assign_bias, *turn, out, sums, n, step, tiles)
     return out, sums
+
+
+@lru_cache(1024)
+def _plan_score(
+    form: Form, shape: tuple[int, int, int], token_kind: int, assign_kind: int, bias: bool, turned: bool, step: int
+) -> tuple[int, Cut]:
+    """And the tiles of a sample."""
+    (b, n, d), k = shape, form.num_heads
+    tile = plan.score(d)
+    tiles = over(n, tile.tokens)
+    constants = {"K": k, "Z": token_kind, "ASSIGN": assign_kind, "BIAS": bias, "SIGMOID": form.membership == "sigmoid"}
+    constants |= {"SUMS": form.gate is not None, "maxnreg": 128, **_turned(d, tile, turned, step)}
+    return tiles, planned((b * tiles, over(k, GROUP)), **constants)
 
 
 def membership(
@@ -228,12 +236,20 @@ def moments(
 ) -> None:  # fmt: skip
     """Without a route: the sums alone, for TSSA's energies."""
     b, n, d = projected.shape
-    k = form.num_heads
-    moments_kernel[(b, sweep.splits, over(k, sweep.heads))](
+    launch(
+        moments_kernel, _plan_moments(form, b, d, sweep, route, weight is not None, channel is not None),
         projected, weight, channel, sums, theta, energy, mass, gate, pooled, update,
         n, sweep.span, sweep.splits, 0 if sums is None else sums.shape[1], form.gate_scale, form.delta, form.sign,
+    )  # fmt: skip
+
+
+@lru_cache(1024)
+def _plan_moments(form: Form, b: int, d: int, sweep: plan.Sweep, route: str | None, weighted: bool, normalized: bool) -> Cut:
+    k = form.num_heads
+    return planned(
+        (b, sweep.splits, over(k, sweep.heads)),
         K=k, P=d // k, ALL=plan.power_of_two(k), HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
-        UNIFORM=weight is None or (form.uniform_moment and channel is None), NORMALIZE=channel is not None,
+        UNIFORM=not weighted or (form.uniform_moment and not normalized), NORMALIZE=normalized,
         FINISH=route is not None and sweep.splits == 1, DELTA=bool(form.delta),
         GATE=GATES[form.gate] if route is not None else 0, ACTIVE=form.max_active_heads or 0,
         UPDATE=route == "along", WEIGHTED=route == "fold", MODE=MODES[form.mode], STAGES=sweep.stages, num_warps=sweep.warps,
@@ -245,12 +261,20 @@ def finish(
 ) -> tuple[Tensor, Tensor]:
     b, splits, k, p = energy.shape
     moment, divisor = partial_sums((b,), k, p, energy.device)
-    finish_kernel[(b, k, 1 if folded is None else over(k * p, 64))](
-        energy, mass, moment, divisor, gate, weight, folded, n, splits, form.delta, form.sign, *weight.stride(),
-        D=k * p, K=k, P=p, WIDTH=plan.power_of_two(p), ROWS=64, UNIFORM=form.uniform_moment, DELTA=bool(form.delta),
-        GATED=gate is not None, FOLD=folded is not None, MODE=MODES[form.mode], num_warps=8,
-    )  # fmt: skip
+    cut = _plan_finish(form, b, p, gate is not None, folded is not None)
+    rest = (n, splits, form.delta, form.sign, *weight.stride())
+    launch(finish_kernel, cut, energy, mass, moment, divisor, gate, weight, folded, *rest)
     return moment, divisor
+
+
+@lru_cache(1024)
+def _plan_finish(form: Form, b: int, p: int, gated: bool, fold: bool) -> Cut:
+    k = form.num_heads
+    return planned(
+        (b, k, over(k * p, 64) if fold else 1),
+        D=k * p, K=k, P=p, WIDTH=plan.power_of_two(p), ROWS=64, UNIFORM=form.uniform_moment, DELTA=bool(form.delta),
+        GATED=gated, FOLD=fold, MODE=MODES[form.mode], num_warps=8,
+    )  # fmt: skip
 
 
 def update(kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, *, weighted: bool) -> Tensor:
@@ -277,10 +301,11 @@ def unfold(product: Tensor, kept: Kept, form: Form) -> Tensor:
     """The gradient of the output weight from dout_b^T pi s (b, d, d)."""
     b, d, _ = product.shape
     k, out = form.num_heads, torch.empty(d, d, device=product.device, dtype=F32)
-    unfold_kernel[(over(d, 8), k)](
-        product, kept.second_moment, kept.gate, out, b, form.sign,
+    cut = planned(
+        (over(d, 8), k),
         D=d, K=k, P=d // k, WIDTH=plan.power_of_two(d // k), ROWS=8, MODE=MODES[form.mode], GATED=kept.gate is not None,
     )  # fmt: skip
+    launch(unfold_kernel, cut, product, kept.second_moment, kept.gate, out, b, form.sign)
     return out
 
 
