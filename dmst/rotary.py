@@ -140,7 +140,7 @@ _STEPS: dict[tuple, Table] = {}  # (dim, step, device, dtype) -> likewise, every
 _PLANES: dict[tuple, Table] = {}  # (dim, rows, columns, device, dtype) -> table, the most recent last
 _PLANES_KEPT = 32
 _FACTORS: dict[tuple, Factors] = {}  # (dim, n, grid, step, device, dtype) -> the first so many, for good: short, or views
-_FACTORS_KEPT = 1024
+_FACTORS_KEPT = 128
 _RETIRED: list[Table] = []  # replaced on a CUDA device: a recorded graph may still read them. Growth doubles, so they are few
 
 

@@ -29,6 +29,7 @@ from tests.test_precision import BARS
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
 
 from dmst.kernels import registered
+from dmst.kernels.fused import layer
 from tests import test_fused as shared
 from tests.test_fused import BF16, F16, F32, LOW, Layer, Net, check, differentiate, draw, fused
 
@@ -109,6 +110,7 @@ def test_parity_at_working_sizes(case: tuple, n: int) -> None:
 def test_parity_of_large_batches(case: tuple, busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores by position (64 samples of bfloat16) where the host has time, and samples that are not split over programs."""
     monkeypatch.setattr(plan, "BUSY", busy)
+    monkeypatch.setattr(plan, "BY_HAND", 0)
     for shape in ((64, 197, 384, 8), (300, 40, 96, 2)):
         made = there(case, shape, BF16)
         mine = stored(made, BF16)
@@ -129,6 +131,9 @@ def test_parity_of_long_samples(case: tuple) -> None:
         found = fused(mine, BF16)
         check(found, made, BF16)
         agree(fused(mine, BF16), found)
+        if torch.cuda.get_device_capability() == (9, 0):
+            assert layer._keeps_weighted(mine.z, mine.form, BF16) == (mine.form.mode != "proximal")
+    shared.check_weights(there(case, (2, 128, 64, 4), BF16), BF16)
     made = there(case, (3, 896, 384, 8), BF16)  # tokens in float32, under autocast
     check(fused(made, BF16), made, BF16)
     shared.check_isolation(stored(there(case, (4, 256, 128, 8), BF16), BF16), BF16)
@@ -366,9 +371,9 @@ def test_reduce_overhead_with_new_inputs() -> None:
     assert not counters["inductor"]["cudagraph_skips"]
 
 
-def record(made: Layer, warm: bool) -> tuple[Any, Callable[[], dict[str, Tensor | None]]]:
+def record(made: Layer, warm: bool, dtype: torch.dtype = F32) -> tuple[Any, Callable[[], dict[str, Tensor | None]]]:
     """A CUDA graph of forward and backward on these very tensors, and what reads its results."""
-    step = functools.partial(fused, made)
+    step = functools.partial(fused, made, dtype)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -396,6 +401,16 @@ def test_a_cuda_graph_with_new_inputs(case: tuple) -> None:
         graph.replay()
         torch.cuda.synchronize()
         agree(results(), right, bar=5e-6)
+
+
+@pytest.mark.parametrize("shape", [(64, 197, 384, 8), (256, 197, 384, 8), (4, 768, 384, 8)], ids=str)
+def test_a_cuda_graph_takes_routes_of_its_own(shape: tuple) -> None:
+    """In bfloat16 a graph's kernels are others than those of an eager call; what is warmed up beside it is what it records."""
+    made = there(LOW[0], shape, BF16)
+    graph, results = record(stored(made, BF16), warm=True, dtype=BF16)
+    graph.replay()
+    torch.cuda.synchronize()
+    check(results(), made, BF16)
 
 
 @pytest.mark.parametrize(("known", "n"), [(197, 261), (953, 1093)])  # the last needs longer rotary tables than were made

@@ -394,12 +394,13 @@ class Products:
 
     @staticmethod
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is None or bias.is_contiguous()  # a kernel has its address alone
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def project(x: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         k, (_, n, d) = membership.shape[-1], x.shape
-        s = widened(nn.functional.linear(x, weight, bias)).unflatten(-1, (k, d // k))
+        s = widened(Products.product(x, weight, bias)).unflatten(-1, (k, d // k))
         parts = [(slice(first, first + 5)) for first in range(0, n, 5)]
         energy = torch.stack([(membership[:, at, :, None] * s[:, at].square()).sum(1) for at in parts], 1)
         mass = torch.stack([membership[:, at].sum(1) for at in parts], 1)
@@ -407,6 +408,7 @@ class Products:
 
     @staticmethod
     def fold_out(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is None or bias.is_contiguous()
         out = x @ weights.mT
         return out if bias is None else out + bias
 
@@ -441,6 +443,12 @@ def test_what_the_first_product_weighs(case: tuple, unfolded: int, monkeypatch: 
     assert relative(kept.projected, (weight * s).flatten(2)) < 1e-6
     excited = draw(case, (3, 22, 24, 3), excited=True)
     check(fused(excited), excited, like_plain=True)
+
+
+@pytest.mark.parametrize("case", [("dmsa", {"membership_bias": True}), LOW[3]], ids=label)
+def test_layouts_of_the_weights_on_their_way_to_hopper(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    weigh_early(monkeypatch)
+    check_weights(draw(case, SMALL, F32, excited=True), F32)
 
 
 def test_a_weighted_token_of_no_membership(monkeypatch: pytest.MonkeyPatch) -> None:

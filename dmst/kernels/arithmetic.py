@@ -39,6 +39,12 @@ def plus(mine: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
     return mine.addcmul_(x, y, value=scale) if in_place() else torch.addcmul(mine, x, y, value=scale)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous, from an address that wide loads can use: with others a kernel is compiled anew and sums in another order."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def cast(x: Any, dtype: torch.dtype) -> Any:
     """A tensor or None. `to` alone would take its time to find that there is nothing to do."""
     return x if x is None or x.dtype == dtype else x.to(dtype)

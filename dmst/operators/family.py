@@ -90,9 +90,7 @@ class TokenStatistics(Operator):
 
     def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
         self.check(z)
-        out, drop = kernels.attend(z, self.weights(), self.form, grid=grid), self.proj_drop
-        idle = type(drop) is nn.Dropout and not (drop.p or drop._forward_hooks or drop._forward_pre_hooks)
-        return out if idle else drop(out)
+        return self.proj_drop(kernels.attend(z, self.weights(), self.form, grid=grid))
 
     def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
         """The very steps that `forward` takes, in plain torch, every head."""

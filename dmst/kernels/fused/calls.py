@@ -45,19 +45,14 @@ class Kept(NamedTuple):
     channel: Tensor | None  # (b, k, p), TSSA's energy of each channel
 
 
-def aligned(x: Tensor) -> Tensor:
-    """Contiguous, from an address that wide loads can use: with others a kernel is compiled anew and sums in another order."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
-
-
 def flat(weights: Weights) -> Weights:
     """The small weights as the kernels read them, one number after the other."""
-    _, _, assign, assign_bias, _, _, temperature, _ = weights
-    if all(x is None or x.is_contiguous() for x in (assign, assign_bias, temperature)):
+    _, subspace_bias, assign, assign_bias, _, out_bias, temperature, _ = weights
+    small = (subspace_bias, assign, assign_bias, out_bias, temperature)
+    if all(x is None or x.is_contiguous() for x in small):
         return weights
-    small = {"assign": assign, "assign_bias": assign_bias, "temperature": temperature}
-    return weights._replace(**{name: x.contiguous() for name, x in small.items() if x is not None})
+    names = ("subspace_bias", "assign", "assign_bias", "out_bias", "temperature")
+    return weights._replace(**{name: x.contiguous() for name, x in zip(names, small, strict=True) if x is not None})
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,8 +63,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def unhurried(x: Tensor) -> bool:
-    """Whether the device has more to do than the host: many tokens, or a CUDA graph. Otherwise fewer launches are faster."""
-    return x.shape[0] * x.shape[1] >= plan.BUSY or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Whether the device has more to do than the host: many tokens, or a stream of its own, on which CUDA graphs are warmed up
+    and recorded. Elsewhere fewer launches are faster."""
+    return x.shape[0] * x.shape[1] >= plan.BUSY or (x.is_cuda and torch._C._cuda_getCurrentRawStream(x.get_device()) != 0)
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -218,7 +214,7 @@ def open_gate(sums: Tensor | None, n: int, form: Form) -> tuple[Tensor | None, T
 
 @lru_cache(1024)
 def _plan_open_gate(form: Form, b: int, tiles: int) -> Cut:
-    rows = min(1024, max(16, plan.power_of_two(tiles)))
+    rows = min(1024, 8192 // plan.power_of_two(form.num_heads), max(16, plan.power_of_two(tiles)))
     grid, constants = _plan_gate(form, b)
     return planned(grid, **(constants | {"ROWS": rows, "num_warps": 1 if rows <= 128 else 4}))
 

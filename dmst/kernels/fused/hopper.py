@@ -32,6 +32,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dmst.kernels.arithmetic import aligned
 from dmst.kernels.fused.launch import Cut, launch, launched, planned
 from dmst.kernels.plan import over
 
@@ -367,7 +368,7 @@ def _launch(
     rows, moments = x.numel() // d, membership is not None
     launch(
         hopper_kernel, _plan(x.get_device(), rows, d, p, tiles, bias is not None, moments, weight.dim() == 3),
-        _pieces(x, d), _pieces(weight.contiguous(), d), _pieces(out, d), membership, bias, energy, mass, rows, tiles, pairs,
+        _pieces(x, d), _pieces(aligned(weight), d), _pieces(out, d), membership, bias, energy, mass, rows, tiles, pairs,
     )  # fmt: skip
 
 

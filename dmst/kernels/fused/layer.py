@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dmst import rotary
 from dmst.kernels import plan
-from dmst.kernels.arithmetic import cast
+from dmst.kernels.arithmetic import aligned, cast
 from dmst.kernels.form import MEMBERSHIP, Form, Weights
 from dmst.kernels.fused import calls, hopper, resident
 from dmst.kernels.fused.calls import F32, Kept
@@ -24,7 +24,7 @@ from dmst.kernels.fused.calls import F32, Kept
 
 def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype) -> tuple[Tensor, Kept]:
     """The layer on z (b, n, d), with at least one token."""
-    z, weights = calls.aligned(z), calls.flat(weights)
+    z, weights = aligned(z), calls.flat(weights)
     b, n, d = z.shape
     k, p = form.num_heads, d // form.num_heads
     scores = sums = None
@@ -87,7 +87,7 @@ def backward(
     wants_z: bool,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """dz, and the gradient of each weight that is wanted."""
-    z, dout, weights = calls.aligned(z), calls.aligned(cast(dout, dtype)), calls.flat(weights)
+    z, dout, weights = aligned(z), aligned(cast(dout, dtype)), calls.flat(weights)
     b, n, d = z.shape
     k, p = form.num_heads, d // form.num_heads
     tokens_in, tokens_out = cast(z, dtype).flatten(0, 1), dout.flatten(0, 1)

@@ -2,8 +2,8 @@
 
     (even, odd) -> (even cos - odd sin, odd cos + even sin)
 
-A table as long as the image would be read once a sample and push the tokens out of the cache; of these two the near rows (24 kB
-at width 384 and 16 rows) stay next to the processor and a tile needs few far rows.
+A table as long as the image would be read once a sample and push the tokens out of the cache; of these two the near rows (48 kB
+at width 384 and 32 rows) stay next to the processor and a tile needs few far rows.
 
 A tile of the kernels that rotate is (tokens, pairs). Where it lies within one step (`LEVEL`), it has one far row and its near
 rows follow each other, so that little is read.
