@@ -59,8 +59,8 @@ def score_kernel(
     token, far, near = places(tile, n, step, TOKENS, LEVEL)
     here = token < n
     row = sample * n + token
-    a0 = tl.zeros((TOKENS, LANES), tl.float32)
-    a1, a2, a3, a4, a5, a6, a7 = a0, a0, a0, a0, a0, a0, a0
+    none = tl.zeros((TOKENS, LANES), tl.float32)
+    totals = (none, none, none, none, none, none, none, none)
     pair = tl.arange(0, PAIRS)[None, :]
     now = fetch(z_ptr, row, pair, here & (2 * pair < D), Z, D)
     for first in tl.range(0, D, CHANNELS, num_stages=1):
@@ -73,24 +73,17 @@ def score_kernel(
             even, odd = even * cos - odd * sin, odd * cos + even * sin
         e0, e1, e2, e3 = four(even, TOKENS, LANES)
         o0, o1, o2, o3 = four(odd, TOKENS, LANES)
-        a0 = _add(a0, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, first_head, pair, D, K, LANES, ASSIGN)
-        if K > 1:
-            a1 = _add(a1, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, first_head + 1, pair, D, K, LANES, ASSIGN)
-        if K > 2:
-            a2 = _add(a2, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, first_head + 2, pair, D, K, LANES, ASSIGN)
-        if K > 3:
-            a3 = _add(a3, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, first_head + 3, pair, D, K, LANES, ASSIGN)
-        if K > 4:
-            a4 = _add(a4, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, first_head + 4, pair, D, K, LANES, ASSIGN)
-        if K > 5:
-            a5 = _add(a5, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, first_head + 5, pair, D, K, LANES, ASSIGN)
-        if K > 6:
-            a6 = _add(a6, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, first_head + 6, pair, D, K, LANES, ASSIGN)
-        if K > 7:
-            a7 = _add(a7, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, first_head + 7, pair, D, K, LANES, ASSIGN)
+        added = ()
+        for h in tl.static_range(8):
+            total = totals[h]
+            if h < K:
+                total = _add(total, e0, e1, e2, e3, o0, o1, o2, o3, assign_ptr, first_head + h, pair, D, K, LANES, ASSIGN)
+            added += (total,)
+        totals = added
     slot = tl.arange(0, 8)[None, :]
-    scores = _column(a0, 0, slot) + _column(a1, 1, slot) + _column(a2, 2, slot) + _column(a3, 3, slot)
-    scores += _column(a4, 4, slot) + _column(a5, 5, slot) + _column(a6, 6, slot) + _column(a7, 7, slot)
+    scores = tl.zeros((TOKENS, 8), tl.float32)
+    for h in tl.static_range(8):
+        scores += _column(totals[h], h, slot)
     head = first_head + slot
     if BIAS:
         scores += tl.load(bias_ptr + head, mask=head < K, other=0.0).to(tl.float32)

@@ -43,9 +43,7 @@ def _dscores(
     if GATED:
         low += tl.load(dpooled_ptr + sample * K + head, mask=head < K, other=0.0)
         high += tl.load(dpooled_ptr + sample * K + head + 4, mask=head + 4 < K, other=0.0)
-    d0, d1, d2, d3 = four(low, TOKENS, LANES)
-    d4, d5, d6, d7 = four(high, TOKENS, LANES)
-    return d0, d1, d2, d3, d4, d5, d6, d7
+    return four(low, TOKENS, LANES) + four(high, TOKENS, LANES)
 
 
 @triton.jit
@@ -84,36 +82,12 @@ def into_tokens_kernel(
     e0 = tl.zeros((TOKENS, LANES), tl.float32)
     e1, e2, e3, o0, o1, o2, o3 = e0, e0, e0, e0, e0, e0, e0
     for head in tl.range(0, K, 8, num_stages=1):
-        d0, d1, d2, d3, d4, d5, d6, d7 = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K, TOKENS, LANES, GATED)
-        e0, e1, e2, e3, o0, o1, o2, o3 = _add(e0, e1, e2, e3, o0, o1, o2, o3, d0, assign_ptr, head, pair, D, K, LANES, ASSIGN)
-        if K > 1:
-            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
-                e0, e1, e2, e3, o0, o1, o2, o3, d1, assign_ptr, head + 1, pair, D, K, LANES, ASSIGN
-            )
-        if K > 2:
-            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
-                e0, e1, e2, e3, o0, o1, o2, o3, d2, assign_ptr, head + 2, pair, D, K, LANES, ASSIGN
-            )
-        if K > 3:
-            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
-                e0, e1, e2, e3, o0, o1, o2, o3, d3, assign_ptr, head + 3, pair, D, K, LANES, ASSIGN
-            )
-        if K > 4:
-            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
-                e0, e1, e2, e3, o0, o1, o2, o3, d4, assign_ptr, head + 4, pair, D, K, LANES, ASSIGN
-            )
-        if K > 5:
-            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
-                e0, e1, e2, e3, o0, o1, o2, o3, d5, assign_ptr, head + 5, pair, D, K, LANES, ASSIGN
-            )
-        if K > 6:
-            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
-                e0, e1, e2, e3, o0, o1, o2, o3, d6, assign_ptr, head + 6, pair, D, K, LANES, ASSIGN
-            )
-        if K > 7:
-            e0, e1, e2, e3, o0, o1, o2, o3 = _add(
-                e0, e1, e2, e3, o0, o1, o2, o3, d7, assign_ptr, head + 7, pair, D, K, LANES, ASSIGN
-            )
+        dscores = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K, TOKENS, LANES, GATED)
+        for h in tl.static_range(8):
+            if h < K:
+                e0, e1, e2, e3, o0, o1, o2, o3 = _add(
+                    e0, e1, e2, e3, o0, o1, o2, o3, dscores[h], assign_ptr, head + h, pair, D, K, LANES, ASSIGN
+                )
     even, odd = beside(e0, e1, e2, e3, TOKENS, LANES), beside(o0, o1, o2, o3, TOKENS, LANES)
     if ROTARY:
         cos, sin = turns(far_cos, far_sin, near_cos, near_sin, far, near, pair, D // 2, EVEN)
@@ -159,9 +133,8 @@ def into_assign_kernel(
     first_head = tl.program_id(2) * 8
     pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)[None, :]
     ROWS: tl.constexpr = TOKENS // 2
-    e0 = tl.zeros((ROWS, PAIRS), tl.float32)
-    e1, e2, e3, e4, e5, e6, e7 = e0, e0, e0, e0, e0, e0, e0
-    o0, o1, o2, o3, o4, o5, o6, o7 = e0, e0, e0, e0, e0, e0, e0, e0
+    none = tl.zeros((ROWS, PAIRS), tl.float32)
+    evens, odds = (none, none, none, none, none, none, none, none), (none, none, none, none, none, none, none, none)
     begin = tl.program_id(0) * run
     sample, tile = (begin // tiles).to(tl.int64), begin % tiles
     for _ in tl.range(begin, tl.minimum(begin + run, last_tile), num_stages=1):
@@ -175,40 +148,19 @@ def into_assign_kernel(
             even, odd = even * cos - odd * sin, odd * cos + even * sin
         even_0, even_1 = _halves(even, ROWS, PAIRS)
         odd_0, odd_1 = _halves(odd, ROWS, PAIRS)
-        d0, d1, d2, d3, d4, d5, d6, d7 = _dscores(
-            dscores_ptr, dpooled_ptr, sample, row, here, first_head, K, TOKENS, LANES, GATED
-        )
-        e0, o0 = _share(e0, o0, even_0, odd_0, even_1, odd_1, d0, ROWS, LANES)
-        if K > 1:
-            e1, o1 = _share(e1, o1, even_0, odd_0, even_1, odd_1, d1, ROWS, LANES)
-        if K > 2:
-            e2, o2 = _share(e2, o2, even_0, odd_0, even_1, odd_1, d2, ROWS, LANES)
-        if K > 3:
-            e3, o3 = _share(e3, o3, even_0, odd_0, even_1, odd_1, d3, ROWS, LANES)
-        if K > 4:
-            e4, o4 = _share(e4, o4, even_0, odd_0, even_1, odd_1, d4, ROWS, LANES)
-        if K > 5:
-            e5, o5 = _share(e5, o5, even_0, odd_0, even_1, odd_1, d5, ROWS, LANES)
-        if K > 6:
-            e6, o6 = _share(e6, o6, even_0, odd_0, even_1, odd_1, d6, ROWS, LANES)
-        if K > 7:
-            e7, o7 = _share(e7, o7, even_0, odd_0, even_1, odd_1, d7, ROWS, LANES)
+        dscores = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, first_head, K, TOKENS, LANES, GATED)
+        new_evens, new_odds = (), ()
+        for h in tl.static_range(8):
+            even_sum, odd_sum = evens[h], odds[h]
+            if h < K:
+                even_sum, odd_sum = _share(even_sum, odd_sum, even_0, odd_0, even_1, odd_1, dscores[h], ROWS, LANES)
+            new_evens += (even_sum,)
+            new_odds += (odd_sum,)
+        evens, odds = new_evens, new_odds
         over = tile + 1 == tiles
         sample, tile = tl.where(over, sample + 1, sample), tl.where(over, 0, tile + 1)
     out = dassign_ptr + tl.program_id(0).to(tl.int64) * (K * D)
     flat = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
-    _leave(out, e0, o0, first_head, flat, D, K)
-    if K > 1:
-        _leave(out, e1, o1, first_head + 1, flat, D, K)
-    if K > 2:
-        _leave(out, e2, o2, first_head + 2, flat, D, K)
-    if K > 3:
-        _leave(out, e3, o3, first_head + 3, flat, D, K)
-    if K > 4:
-        _leave(out, e4, o4, first_head + 4, flat, D, K)
-    if K > 5:
-        _leave(out, e5, o5, first_head + 5, flat, D, K)
-    if K > 6:
-        _leave(out, e6, o6, first_head + 6, flat, D, K)
-    if K > 7:
-        _leave(out, e7, o7, first_head + 7, flat, D, K)
+    for h in tl.static_range(8):
+        if h < K:
+            _leave(out, evens[h], odds[h], first_head + h, flat, D, K)
