@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed (it is for Linux o
 from dmst.kernels import plan
 from dmst.kernels.fused import hopper, resident
 from tests.cases import relative
-from tests.test_fused import Products, Resident
+from tests.standins import Products, Resident
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 pytestmark = [

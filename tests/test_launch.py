@@ -392,3 +392,30 @@ def test_kernels_in_gluon_and_their_descriptors(machine: Machine) -> None:
     asked = machine.asked
     call(kernel, changed={0: box()})
     assert machine.asked == asked + 1
+
+
+def test_the_calls_of_gluon_kernels_fit_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a GPU runs these calls: here, that each gives its kernel every constant, on a Hopper GPU that is not there."""
+    from dmst.kernels.fused import hopper, resident
+
+    if not (hopper.GLUON and resident.GLUON):
+        pytest.skip("this Triton's Gluon was not read")
+    there = torch.device("cuda", 0)
+    monkeypatch.setattr(hopper, "_machine", lambda index: (True, 132))
+    monkeypatch.setattr(resident, "_room", lambda index: 233_472)
+    for cached in (hopper._plan, resident._plan_settle, resident._plan_pull, resident._fits, resident._fits_pull):
+        cached.cache_clear()
+    shape, low = (256, 197, 384, 8), torch.bfloat16
+    cuts = [
+        (hopper.hopper_kernel, hopper._plan(0, 50_432, 384, 48, 1, True, False, False)),
+        (resident.settle_kernel, resident._plan_settle(*shape, low, there, "listing", True, False, True)),
+        (resident.pull_kernel, resident._plan_pull(*shape, low, there, "proximal", True, False, True, True)),
+    ]
+    for kernel, (grid, constants) in cuts:
+        names = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+        assert constants.keys() - {"num_warps", "maxnreg"} == names
+        assert all(0 < size < 2**31 for size in grid)
+    assert [cut.grid for _, cut in cuts] == [(132,), (256 * 6,), (256 * 8,)]
+    assert resident.fits(1024, 384, 48, low, there) and not resident.fits_pull(1024, 384, 48, low, there)
+    for cached in (hopper._plan, resident._plan_settle, resident._plan_pull, resident._fits, resident._fits_pull):
+        cached.cache_clear()  # of a machine that was not there

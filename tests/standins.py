@@ -1,0 +1,99 @@
+"""The kernels in Gluon as plain torch: for machines that cannot run them, and as what they are held against on those that can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def widened(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class Products:
+    """`dmst.kernels.fused.hopper` in plain torch: what its kernels compute, for machines without a Hopper GPU."""
+
+    @staticmethod
+    def serves(*_: Any) -> bool:
+        return True
+
+    @staticmethod
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is None or bias.is_contiguous()  # a kernel has its address alone
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def project(x: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, (_, n, d) = membership.shape[-1], x.shape
+        s = widened(Products.product(x, weight, bias)).unflatten(-1, (k, d // k))
+        parts = [(slice(first, first + 5)) for first in range(0, n, 5)]
+        energy = torch.stack([(membership[:, at, :, None] * s[:, at].square()).sum(1) for at in parts], 1)
+        mass = torch.stack([membership[:, at].sum(1) for at in parts], 1)
+        return (membership[..., None] * s).to(x.dtype).flatten(2), energy, mass
+
+    @staticmethod
+    def fold_out(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is None or bias.is_contiguous()
+        out = x @ weights.mT
+        return out if bias is None else out + bias
+
+
+class Resident:
+    """`dmst.kernels.fused.resident` in plain torch."""
+
+    @staticmethod
+    def fits(*_: Any) -> bool:
+        return True
+
+    fits_pull = fits
+
+    @staticmethod
+    def settle(
+        projected: Tensor, membership: Tensor, gate: Tensor | None, theta: Tensor | None, *,
+        mode: str, sign: float, delta: float, uniform: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        s, c, pi, moment, divisor = Resident._core(projected, membership, gate, theta, mode, sign, delta, uniform)
+        w = pi * c
+        f = -w / (1 + w) if mode == "proximal" else w
+        return (f * s).to(projected.dtype).flatten(2), moment, divisor
+
+    @staticmethod
+    def _core(
+        projected: Tensor, membership: Tensor, gate: Tensor | None, theta: Tensor | None, mode: str, sign: float, delta: float,
+        uniform: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        (b, _, d), k = projected.shape, membership.shape[-1]
+        s = widened(projected).unflatten(-1, (k, d // k))
+        weight = torch.ones_like(membership) if uniform else membership
+        mass = weight.sum(1)
+        divisor = mass + delta if delta else torch.where(mass > 0, mass, 1)
+        moment = (weight[..., None] * s.square()).sum(1) / divisor[..., None]
+        g = (torch.ones(b, k, dtype=s.dtype, device=s.device) if gate is None else gate)[..., None]
+        a = 1 / (1 + g.square() * moment)
+        size = {"listing": sign * g, "equation": sign * g.square(), "proximal": (1 if theta is None else theta) * g.square()}
+        return s, (size[mode] * a)[:, None], membership[..., None], moment, divisor
+
+    @staticmethod
+    def pull(
+        grad: Tensor, projected: Tensor, membership: Tensor, second_moment: Tensor, gate: Tensor | None, divisor: Tensor,
+        theta: Tensor | None, *, mode: str, sign: float, uniform: bool, sigmoid: bool, wants_bias: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        """By autograd, in float64, of the same update."""
+        with torch.enable_grad():
+            s = projected.detach().double().requires_grad_()
+            pi = membership.detach().double().requires_grad_()
+            g = None if gate is None else gate.detach().double().requires_grad_()
+            t = None if theta is None else theta.detach().double().expand(s.shape[0], membership.shape[-1], 1).clone()
+            t = None if t is None else t.requires_grad_()
+            delta = (divisor.double() - membership.double().sum(1)).mean().item() if not uniform else 0.0
+            update = Resident.settle(s, pi, g, t, mode=mode, sign=sign, delta=max(delta, 0.0), uniform=uniform)[0]
+            asked = [x for x in (s, pi, g, t) if x is not None]
+            found = dict(zip(map(id, asked), torch.autograd.grad(update, asked, grad.double().view_as(s)), strict=True))
+        ds, dpi = found[id(s)], found[id(pi)]
+        grad.copy_(ds.view_as(grad))
+        dbias = ds.sum(1).unflatten(-1, (membership.shape[-1], -1)).unsqueeze(1).float() if wants_bias else None
+        dpi = dpi * pi * (1 - pi) if sigmoid else dpi
+        dtheta = None if t is None else found[id(t)].squeeze(-1).float()
+        return dpi.detach().float(), None if g is None else found[id(g)].float(), dtheta, dbias
