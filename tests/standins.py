@@ -1,4 +1,4 @@
-"""The kernels in Gluon as plain torch: for machines that cannot run them, and as what they are held against on those that can."""
+"""The kernels in Gluon as plain torch: for machines that cannot run them, and to hold them against on those that can."""
 
 from __future__ import annotations
 
