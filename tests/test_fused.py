@@ -365,10 +365,13 @@ def test_how_the_scores_are_pulled_back(programs: int, monkeypatch: pytest.Monke
 TURNED = [("dmsa", {"membership_bias": True}), ("dmsa", {"rotary": "2d"}), ("tssa", {"position_scores": "1d"}), LOW[4]]
 
 
-@pytest.mark.parametrize("case", TURNED, ids=label)
-def test_scores_by_position(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of large bfloat16 batches, whose product the interpreter gets wrong: here in float32."""
+@pytest.mark.parametrize(("case", "programs"), [*((case, 8) for case in TURNED), (TURNED[0], 3)], ids=str)
+def test_scores_by_position(case: tuple, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of large bfloat16 batches, whose product the interpreter gets wrong: here in float32. One position a program, and
+    several."""
     monkeypatch.setattr(plan, "by_position", lambda b, k, dtype, turned: turned)
+    monkeypatch.setattr(plan, "POSITION_PROGRAMS", programs)
+    calls._plan_position_assign.cache_clear()
     monkeypatch.setattr(plan, "BUSY", 0)
     made = draw(case, (3, 8, 24, 3)).map(guarded)
     poison(monkeypatch)

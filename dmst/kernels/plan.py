@@ -14,6 +14,7 @@ import torch
 STEP = 32  # tokens in one rotary step: a tile of the score kernels lies within one
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
 ASSIGN_PROGRAMS = 132  # rows of partial sums for the gradient of `assign`
+POSITION_PROGRAMS = 528  # the same by position: four a processor, each with a run of positions
 FOLDED = 4  # samples at most, each with an output product of its own
 UNFOLDED = 64  # samples at most whose products with dout are summed up for the output weight's gradient
 BY_HAND = 16384  # rows from which our own product serves

@@ -85,29 +85,34 @@ def _whole_dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K: tl.cons
 @launched
 @triton.jit
 def position_assign_kernel(
-    z_ptr, dscores_ptr, dpooled_ptr, far_cos, far_sin, near_cos, near_sin, part_ptr, b, n, step,
+    z_ptr, dscores_ptr, dpooled_ptr, far_cos, far_sin, near_cos, near_sin, part_ptr, b, n, step, run,
     D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, SAMPLES: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """rot_n sum_b dscores_bnk z_bn of one position: part (n, k, d)."""
-    position = tl.program_id(0)
+    """sum_n rot_n sum_b dscores_bnk z_bn over a run of positions: part (runs, k, d)."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    slot = tl.arange(0, 2 * HEADS)
-    acc = tl.zeros((2 * HEADS, CHANNELS), tl.float32)
-    for first in tl.range(0, b, SAMPLES, num_stages=STAGES):
-        sample = first + tl.arange(0, SAMPLES)
-        row = sample.to(tl.int64) * n + position
-        here = sample < b
-        z = tl.load(z_ptr + row[:, None] * D + channel[None, :], mask=here[:, None] & (channel[None, :] < D), other=0.0)
-        dscores = _whole_dscores(dscores_ptr, dpooled_ptr, sample, row, here, slot % HEADS, K, GATED)
-        leading = dscores.to(z.dtype)
-        terms = tl.where(slot[None, :] < HEADS, leading, (dscores - leading.to(tl.float32)).to(leading.dtype))
-        acc = tl.dot(tl.trans(terms), z, acc)
-    y = tl.sum(tl.reshape(acc, (2, HEADS, CHANNELS)), 0)
-    even, odd = tl.split(tl.reshape(y, (HEADS, CHANNELS // 2, 2)))
     pair = tl.program_id(1) * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)
-    cos, sin = turns(far_cos, far_sin, near_cos, near_sin, position // step, position % step, pair[None, :], D // 2, False)
-    y = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (HEADS, CHANNELS))
+    slot = tl.arange(0, 2 * HEADS)
+    even_sum = tl.zeros((HEADS, CHANNELS // 2), tl.float32)
+    odd_sum = even_sum
+    begin = tl.program_id(0) * run
+    for position in tl.range(begin, tl.minimum(begin + run, n), num_stages=1):
+        acc = tl.zeros((2 * HEADS, CHANNELS), tl.float32)
+        for first in tl.range(0, b, SAMPLES, num_stages=STAGES):
+            sample = first + tl.arange(0, SAMPLES)
+            row = sample.to(tl.int64) * n + position
+            here = sample < b
+            z = tl.load(z_ptr + row[:, None] * D + channel[None, :], mask=here[:, None] & (channel[None, :] < D), other=0.0)
+            dscores = _whole_dscores(dscores_ptr, dpooled_ptr, sample, row, here, slot % HEADS, K, GATED)
+            leading = dscores.to(z.dtype)
+            terms = tl.where(slot[None, :] < HEADS, leading, (dscores - leading.to(tl.float32)).to(leading.dtype))
+            acc = tl.dot(tl.trans(terms), z, acc)
+        y = tl.sum(tl.reshape(acc, (2, HEADS, CHANNELS)), 0)
+        even, odd = tl.split(tl.reshape(y, (HEADS, CHANNELS // 2, 2)))
+        cos, sin = turns(far_cos, far_sin, near_cos, near_sin, position // step, position % step, pair[None, :], D // 2, False)
+        even_sum += even * cos - odd * sin
+        odd_sum += odd * cos + even * sin
+    total = tl.reshape(tl.join(even_sum, odd_sum), (HEADS, CHANNELS))
     head = tl.arange(0, HEADS)
     real = (head[:, None] < K) & (channel[None, :] < D)
-    tl.store(part_ptr + (position.to(tl.int64) * K + head[:, None]) * D + channel[None, :], y, mask=real)
+    tl.store(part_ptr + (tl.program_id(0).to(tl.int64) * K + head[:, None]) * D + channel[None, :], total, mask=real)

@@ -402,10 +402,10 @@ def _assign_adjoint(z: Tensor, dscores: Tensor, dpooled: Tensor | None, form: Fo
     k = form.num_heads
     if _by_position(z, form, factors):
         assert factors is not None
-        part = torch.empty(n, k, d, device=z.device, dtype=F32)
-        cut = _plan_position_assign(b, n, d, k, dpooled is not None)
+        run, cut = _plan_position_assign(b, n, d, k, dpooled is not None)
+        part = torch.empty(over(n, run), k, d, device=z.device, dtype=F32)
         given = (z, dscores, dpooled, *factors.far, *factors.near)
-        launch(position_assign_kernel, cut, *given, part, b, n, factors.step)
+        launch(position_assign_kernel, cut, *given, part, b, n, factors.step, run)
         return part.sum(0)
     tile = plan.into_assign(d)
     tiles = over(n, tile.tokens)
@@ -421,10 +421,12 @@ def _assign_adjoint(z: Tensor, dscores: Tensor, dpooled: Tensor | None, form: Fo
 
 
 @lru_cache(1024)
-def _plan_position_assign(b: int, n: int, d: int, k: int, gated: bool) -> Cut:
+def _plan_position_assign(b: int, n: int, d: int, k: int, gated: bool) -> tuple[int, Cut]:
+    """And the positions of a program: a row of partial sums each."""
     batch = plan.position_adjoint(b, d)
-    return planned(
-        (n, over(d, batch.channels)),
+    run = max(1, n * over(d, batch.channels) // plan.POSITION_PROGRAMS)
+    return run, planned(
+        (over(n, run), over(d, batch.channels)),
         D=d, K=k, HEADS=max(8, plan.power_of_two(k)), GATED=gated,
         SAMPLES=batch.samples, CHANNELS=batch.channels, STAGES=3, num_warps=batch.warps,
     )  # fmt: skip
