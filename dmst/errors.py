@@ -2,10 +2,17 @@
 
 DmstError
 ├── OptionError          a value that an option cannot take            (also a ValueError)
-│   └── UnknownNameError a name that is not in a table                 (also a ValueError)
+│   ├── UnknownNameError a name that is not in a table                 (also a ValueError)
+│   └── ConfigError      a recipe that breaks a rule: file, key, why   (also a ValueError)
 ├── ShapeError           a tensor whose shape or dtype does not fit    (also a ValueError)
 ├── BadFileError         a file that is damaged, foreign or unsafe     (also a ValueError)
+├── BadImageError        a picture that cannot be used                 (also a ValueError)
 ├── SaveError            a file that could not be written              (also an OSError)
+│   └── FullDiskError    there is no room for it                       (also an OSError)
+├── NonFiniteError       a loss, gradient or logit that is NaN or infinite
+├── DeviceMemoryError    a step that does not fit on the device
+├── Stopped              a signal ended a run, whose state is saved
+├── FetchError           a file that could not be downloaded           (also an OSError)
 └── MissingExtraError    an optional library is absent or broken       (also an ImportError)
 """
 
@@ -24,6 +31,8 @@ from typing import Any
 class DmstError(Exception):
     """Base of every error that this package raises on purpose."""
 
+    exit_code = 1  # of the command, where nobody catches it
+
 
 class OptionError(DmstError, ValueError):
     """An option has a value outside its rule."""
@@ -31,6 +40,18 @@ class OptionError(DmstError, ValueError):
 
 class UnknownNameError(OptionError):
     """A name is not in the table it was looked up in."""
+
+
+class ConfigError(OptionError):
+    """A recipe is not what it must be: which file, which line or key of it, and why."""
+
+    def __init__(self, file: str, where: str, reason: str) -> None:
+        super().__init__(file, where, reason)
+        self.file, self.where, self.reason = file, where, reason
+
+    def __str__(self) -> str:
+        where = "" if self.where in self.file + self.reason else f", {self.where}"
+        return f"{self.file}{where}: {self.reason}" if self.file else self.reason
 
 
 class ShapeError(DmstError, ValueError):
@@ -41,8 +62,46 @@ class BadFileError(DmstError, ValueError):
     """A file is not what it should be; nothing was loaded from it."""
 
 
+class BadImageError(DmstError, ValueError):
+    """A picture cannot be used: which one, and why. Both survive the way out of a worker process."""
+
+    def __init__(self, name: str, reason: str = "") -> None:
+        super().__init__(name, reason)
+        self.name = name
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}" if self.reason else self.name
+
+
+class NonFiniteError(DmstError):
+    """A number that training or evaluation came to is NaN or infinite; no weight was changed by it."""
+
+
+class DeviceMemoryError(DmstError):
+    """The memory of the device does not suffice for a step; no weight was changed."""
+
+
+class Stopped(DmstError):
+    """A signal asked a run to end; it finished its step and saved."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal  # as shells say it
+
+
 class SaveError(DmstError, OSError):
     """Something could not be written; what was there before is untouched."""
+
+
+class FullDiskError(SaveError):
+    """The disk, or the user's share of it, has no room for what is to be written."""
+
+    exit_code = 75  # try again later
+
+
+class FetchError(DmstError, OSError):
+    """A file could not be downloaded; what has come of it is kept."""
 
 
 class MissingExtraError(DmstError, ImportError):

@@ -1,25 +1,37 @@
-"""Written whole or not at all: a file or a folder appears complete in its place, and what was there before stays until then.
+"""Whole or not at all: what is written appears complete in its place; what was damaged since then is refused when it is read.
 
     write_text(path, text)                 temporary file beside it, then one rename
     write_folder(folder, {name: bytes})    temporary folder beside it, every file synced; an old folder steps aside, the new one
                                            takes its place, the old one is removed
     set_aside(folder)                      old folders that stepped aside: all that a kill between two renames can leave
+    sealed(told)                           JSON whose last entry, self_sha256, covers the rest; check_seal is its reader
+    refuse_pickle(path, raw)               by the first bytes, whatever the name
 
-A failure raises SaveError, names what is needed and free, and leaves everything as it was.
+A failure to write raises SaveError, names what is needed and free, and leaves everything as it was.
 """
 
 from __future__ import annotations
 
 import errno
 import glob
+import hashlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from dmst.errors import SaveError
+from dmst.errors import BadFileError, FullDiskError, SaveError
+
+Pieces = bytes | Iterable[bytes | memoryview]  # a file at once, or as it comes
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the largest file allowed
+PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+REMEDY = "Load it where you trust it and save it again with safetensors.torch.save_file."
+
+# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -30,23 +42,36 @@ def write_text(path: Path, text: str) -> Path:
         staging.write_text(text, encoding="utf-8")
         staging.replace(path)
     except OSError as error:
-        raise _failed(path, error, len(text)) from error
+        raise failed(path, error, len(text)) from error
     finally:
         with suppress(OSError):
             staging.unlink(missing_ok=True)
     return path
 
 
-def write_folder(folder: Path, files: Mapping[str, bytes]) -> Path:
-    """Write a folder of these files, in the place of an old one if there is one; returns its path."""
+def write_folder(
+    folder: Path,
+    files: Mapping[str, Pieces],
+    *,
+    size: int | None = None,
+    staging: Path | None = None,
+    aside: Path | None = None,
+) -> Path:
+    """Write a folder of these files, in their order, in the place of an old one if there is one; returns its path.
+
+    `size` is that of files that come in pieces. `staging` and `aside` are for a caller who sweeps them after a kill: where the
+    new one is made and where the old one steps, both beside `folder`.
+    """
+    size = sum(len(x) for x in files.values() if isinstance(x, bytes)) if size is None else size
+    needed = size + size // 5  # a fifth to spare
     try:
-        _put(folder, files)
+        _put(folder, files, needed, staging, aside)
     except OSError as error:
-        raise _failed(folder, error, sum(len(data) for data in files.values())) from error
+        raise failed(folder, error, needed) from error
     with suppress(OSError):  # the new folder is in place: to say that the old one is untouched would be a lie
-        _sync(folder.parent)
-    for left in set_aside(folder):  # ours, and what a kill left: the new folder is whole and in place
-        shutil.rmtree(left.parent, ignore_errors=True)
+        sync(folder.parent)
+    for left in [x.parent for x in set_aside(folder)] if aside is None else [aside]:
+        remove(left)  # ours, and what a kill left: the new folder is whole and in place
     return folder
 
 
@@ -56,45 +81,13 @@ def set_aside(folder: Path) -> list[Path]:
     return []
 
 
-def _put(folder: Path, files: Mapping[str, bytes]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))  # beside it: a rename stays on one disk
-    try:
-        for name, data in files.items():
-            _write(staging / name, data)
-        staging.chmod(0o755)
-        _sync(staging)
-        if folder.exists():
-            _swap(folder, staging)
-        else:
-            staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+def remove(path: Path) -> None:
+    """Remove a folder, file or link, as far as that goes."""
+    with suppress(OSError):
+        path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path, ignore_errors=True)
 
 
-def _swap(folder: Path, staging: Path) -> None:
-    """Two renames; what fails is taken back."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-    try:
-        old = folder.rename(aside / folder.name)
-        try:
-            staging.rename(folder)
-        except BaseException:
-            old.rename(folder)
-            raise
-    except BaseException:
-        aside.rmdir()
-        raise
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Make renames in `folder` last through a power cut, where the system can sync a folder at all."""
     if os.name == "nt":
         return
@@ -108,9 +101,99 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _failed(path: Path, error: OSError, needed: int) -> SaveError:
+def failed(path: Path, error: OSError, needed: int) -> SaveError:
+    """The error for `path`, which could not be written."""
     parent = next(x for x in path.absolute().parents if x.is_dir())
-    return SaveError(
+    return (FullDiskError if error.errno in NO_ROOM else SaveError)(
         f"{path} could not be written ({error.strerror or error}): it needs {needed:,} bytes, and "
         f"{shutil.disk_usage(parent).free:,} are free there. What was there before is untouched."
     )
+
+
+def _put(folder: Path, files: Mapping[str, Pieces], needed: int, staging: Path | None, aside: Path | None) -> None:
+    if staging is None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(folder.parent).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if staging is None:  # beside it: a rename stays on one disk
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    else:
+        remove(staging)
+        staging.mkdir()
+    try:
+        for name, data in files.items():
+            _write(staging / name, data)
+        staging.chmod(0o755)
+        sync(staging)
+        if os.path.lexists(folder):
+            _swap(folder, staging, aside)
+        else:
+            staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _swap(folder: Path, staging: Path, aside: Path | None) -> None:
+    """Two renames; what fails is taken back."""
+    room = None
+    if aside is None:
+        room = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+        aside = room / folder.name
+    else:
+        remove(aside)
+    try:
+        old = folder.rename(aside)
+        try:
+            staging.rename(folder)
+        except BaseException:
+            old.rename(folder)
+            raise
+    except BaseException:
+        if room:
+            room.rmdir()
+        raise
+
+
+def _write(path: Path, data: Pieces) -> None:
+    with path.open("wb") as file:
+        for piece in [data] if isinstance(data, bytes) else data:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def sealed(told: dict[str, Any]) -> bytes:
+    """The one way to write `told`, its own hash last."""
+    body = json.dumps(told, indent=2, allow_nan=False)
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return (json.dumps(told | {"self_sha256": digest}, indent=2, allow_nan=False) + "\n").encode()
+
+
+def check_seal(path: Path, told: dict[str, Any], raw: bytes) -> None:
+    """Refuse `told`, read from the bytes `raw`, unless these are the ones that `sealed` writes."""
+    try:
+        same = sealed({key: value for key, value in told.items() if key != "self_sha256"}) == raw
+    except ValueError:  # an infinity, which JSON itself does not know
+        same = False
+    if not same:
+        raise BadFileError(f"{path} is damaged or was edited: its bytes do not match its self_sha256.")
+
+
+def json_object(path: Path, raw: bytes, what: str) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        told = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadFileError(f"{path} is damaged: not JSON ({error}).") from error
+    if not isinstance(told, dict):
+        raise BadFileError(f"{path} is not {what}: it must hold an object.")
+    return told
+
+
+def refuse_pickle(path: Path, raw: bytes) -> None:
+    """Refuse a file that begins as pickles and zips do: to read one can run code."""
+    if raw.startswith(PICKLES):
+        raise BadFileError(f"{path} is a pickle or zip file, which can run code when it is read: refused. {REMEDY}")

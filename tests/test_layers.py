@@ -13,7 +13,7 @@ import dmst
 ROOT = Path(dmst.__file__).parent
 # a row imports only rows below it; names on one row do not import each other; errors is open to all
 ROWS = [
-    ["errors", "watched", "whole"],
+    ["errors", "settings", "watched", "whole"],
     ["sparsemax", "rotary"],
     ["objective", "kernels"],
     ["operators"],
@@ -133,6 +133,8 @@ def test_other_libraries_only_where_named() -> None:
         "doctor": {"rich"},
         "kernels": {"triton"},  # imported only where the fused kernels are used: test_import says so
         "models": {"safetensors"},
+        "data": {"PIL"},
+        "engine": {"rich", "safetensors", "PIL"},
         "analysis": {"PIL"},
     }
     checking = {"jaxtyping"}  # shapes as text, behind TYPE_CHECKING

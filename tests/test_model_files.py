@@ -821,7 +821,7 @@ def test_hostile_configs_with_right_hashes(path: tuple, value: Any, message: str
     for key in path[:-1]:
         inside = inside[key]
     inside[path[-1]] = value
-    (folder / "config.json").write_bytes(files._canonical(told))
+    (folder / "config.json").write_bytes(whole.sealed(told))
     with pytest.raises(DmstError, match=message):
         load_model(folder)
 

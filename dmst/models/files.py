@@ -34,9 +34,7 @@ from dmst.operators import OPERATORS
 from dmst.operators.orthonormal import OrthonormalLinear, is_orthonormal, orthonormal_rows
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-REMEDY = "Load it where you trust it and save it again with safetensors.torch.save_file."
 
 
 def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = False) -> Path:
@@ -63,7 +61,7 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
     except BadFileError as error:  # what could not be loaded is not written
         raise OptionError(f"not saved, for it could not be loaded: {error} (Other classes: model.reset_classifier.)") from error
     weights = safetensors.torch.save(tensors)
-    return whole.write_folder(folder, {WEIGHTS: weights, CONFIG: _canonical(_describe(model.config, weights))})
+    return whole.write_folder(folder, {WEIGHTS: weights, CONFIG: whole.sealed(_describe(model.config, weights))})
 
 
 def load_model(
@@ -81,7 +79,7 @@ def load_model(
         config = _verified_config(folder, told, raw) if "dmst" in told else _foreign_config(folder, told, unverified)
     except TypeError as error:  # a keyword that no signature takes
         raise BadFileError(f"{folder / CONFIG} says what no config can: {error}.") from error
-    weights = _tensors(folder / WEIGHTS, raw)
+    weights = tensors_from(folder / WEIGHTS, raw)
     _fit_classes(folder, config, num_classes)
     _fit_depth(folder / WEIGHTS, config, weights)
     model = VisionModel(config, device="meta")
@@ -116,13 +114,6 @@ def _describe(config: ModelConfig, weights: bytes) -> dict[str, Any]:
             "files": {WEIGHTS: {"size": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}},
         },
     }
-
-
-def _canonical(told: dict[str, Any]) -> bytes:
-    """The one way to write `told`, its own hash last."""
-    body = json.dumps(told, indent=2, allow_nan=False)
-    digest = hashlib.sha256(body.encode()).hexdigest()
-    return (json.dumps(told | {"self_sha256": digest}, indent=2, allow_nan=False) + "\n").encode()
 
 
 def _tensors_of(model: VisionModel) -> dict[str, Tensor]:
@@ -165,27 +156,15 @@ def _read(path: Path) -> bytes:
             f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): "
             f"a saved model is a folder with {WEIGHTS} and {CONFIG}."
         ) from error
-    if raw.startswith(PICKLES):
-        raise BadFileError(f"{path} is a pickle or zip file, which can run code when it is read: refused. {REMEDY}")
+    whole.refuse_pickle(path, raw)
     return raw
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     raw = _read(path)
-    try:
-        told = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadFileError(f"{path} is damaged: not JSON ({error}).") from error
-    if not isinstance(told, dict):
-        raise BadFileError(f"{path} is not the config of a model: it must hold an object.")
+    told = whole.json_object(path, raw, "the config of a model")
     if "self_sha256" in told or "dmst" in told:
-        body = {key: value for key, value in told.items() if key != "self_sha256"}
-        try:
-            same = _canonical(body) == raw
-        except ValueError:  # an infinity, which JSON itself does not know
-            same = False
-        if not same:
-            raise BadFileError(f"{path} is damaged or was edited: its bytes do not match its self_sha256.")
+        whole.check_seal(path, told, raw)
     return told
 
 
@@ -232,11 +211,13 @@ def _foreign_config(folder: Path, told: dict[str, Any], unverified: bool) -> Mod
     return model_config(told["architecture"], **args)
 
 
-def _tensors(path: Path, raw: bytes) -> dict[str, Tensor]:
+def tensors_from(path: Path, raw: bytes) -> dict[str, Tensor]:
+    """What a safetensors file holds, by name."""
     try:
         return safetensors.torch.load(raw)
-    except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise BadFileError(f"{path} is not a safetensors file ({error}).") from error
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        why = str(error).partition("\n")[0]  # torch adds a stack of C++
+        raise BadFileError(f"{path} is not a safetensors file ({why}).") from error
 
 
 def _fit_classes(folder: Path, config: ModelConfig, asked: int | None) -> None:

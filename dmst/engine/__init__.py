@@ -1,0 +1,1 @@
+"""Training: recipes, the loop, and runs that a kill cannot spoil."""

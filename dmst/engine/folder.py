@@ -1,0 +1,194 @@
+"""The folder of a run: one process at a time, and checkpoints of which a kill at any instant leaves a whole one.
+
+    <run>/lock                         held with flock while a run is in it; the kernel frees it when the process dies
+    <run>/checkpoints/step_00000012/   a checkpoint (dmst.engine.checkpoint); 8 digits, so the order of names is that of steps
+                      .tmp-4711-12/    one that is being written
+                      old.step_00..    one that steps aside for a new one of the same step: put back if the new one never came
+                      dead.step_00..   one that is being removed
+
+What a kill leaves of the last three is swept by the next run, under the lock. Reading needs no lock: `RunFolder(path).newest()`
+serves those who only look.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import warnings
+import weakref
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+from dmst import whole
+from dmst.engine import checkpoint
+from dmst.engine.checkpoint import Snapshot
+from dmst.errors import BadFileError, OptionError, SaveError
+
+STEP = re.compile(r"step_(\d{8}|[1-9]\d{8,})")
+LEFT = re.compile(r"\.tmp-\d+-\d+|dead\.step_\d+|old\.(step_\d+)")
+
+
+class RunFolder:
+    """`with RunFolder(path) as run:` makes the folder, takes its lock and sweeps it; only then can it save and prune."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self._lock: int | None = None
+        self._verified: dict[int, list[tuple[str, int, int, int]]] = {}  # by step, what its files were then
+
+    def __enter__(self) -> RunFolder:
+        if self._lock is not None:
+            raise OptionError(f"{self.path} is open already.")
+        try:
+            if self.path.is_file():
+                with self.path.open("rb") as file:
+                    whole.refuse_pickle(self.path, file.read(8))
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path)
+            HELD.add(self)
+            self._sweep()
+            whole.sync(self.path)
+        except OSError as error:
+            self.__exit__()
+            raise OptionError(f"{self.path} cannot be the folder of a run ({error.strerror}): choose another one.") from error
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint, whole or not, oldest first."""
+        names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
+        return sorted(int(found[1]) for found in map(STEP.fullmatch, names) if found)
+
+    def load(self, step: int) -> Snapshot:
+        """The checkpoint of `step`, verified; BadFileError if it is damaged, or if there is none."""
+        return checkpoint.load(self._folder(step), step)
+
+    def newest(self) -> Snapshot | None:
+        """The newest checkpoint that verifies, with a warning for each newer one that does not; None if there never was one.
+
+        Some that do not verify and none that does is an error: a run never starts again from step 0 in silence.
+        """
+        skipped: dict[int, BadFileError] = {}
+        for step in reversed(self.steps()):
+            try:
+                found = self.load(step)
+            except BadFileError as error:
+                skipped[step] = error
+                continue
+            for bad, why in skipped.items():
+                told = (
+                    f"{self._folder(bad).name} is skipped: {why} The run goes on from step {step}: {bad - step} steps are lost."
+                )
+                warnings.warn(told, stacklevel=2)
+            return found
+        if skipped:
+            told = "\n".join(f"  {self._folder(step).name}: {why}" for step, why in skipped.items())
+            raise BadFileError(
+                f"no checkpoint in {self.checkpoints} can be used. To start again from step 0, move them away.\n{told}"
+            )
+        return None
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Write a checkpoint, whole or not at all; returns its folder. Another one of the same step is replaced."""
+        size, files = checkpoint.contents(snapshot)
+        folder = self._folder(snapshot.step)
+        self._check_held(folder, size)
+        if os.path.lexists(folder) and checkpoint.holds(folder, snapshot):
+            return folder
+        staging = self.checkpoints / f".tmp-{os.getpid()}-{snapshot.step}"
+        return whole.write_folder(folder, files, size=size, staging=staging, aside=self.checkpoints / f"old.{folder.name}")
+
+    def prune(self, keep: int = 2, protect: Iterable[int] = ()) -> list[int]:
+        """Remove what is older than the newest `keep` checkpoints that verify, but for `protect`; returns the steps removed.
+
+        At least 2 are kept. Damaged ones do not count: each is read and hashed, and again only when its files have changed.
+        """
+        self._check_held(self.checkpoints, 0)
+        kept = list(islice((step for step in reversed(self.steps()) if self._verifies(step)), max(keep, 2)))
+        spared = set(protect)
+        gone = [step for step in self.steps() if step < kept[-1] and step not in spared] if len(kept) >= max(keep, 2) else []
+        try:
+            whole.sync(self.checkpoints)  # the newer ones are in their place also after a power cut
+            for step in gone:
+                folder = self._folder(step)
+                dead = folder.with_name(f"dead.{folder.name}")
+                whole.remove(dead)
+                whole.remove(folder.rename(dead))
+        except OSError as error:
+            raise SaveError(f"old checkpoints in {self.checkpoints} could not be removed ({error.strerror}).") from error
+        return gone
+
+    def _folder(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:08d}"
+
+    def _verifies(self, step: int) -> bool:
+        folder = self._folder(step)
+        try:
+            files = sorted((x.name, x.stat().st_size, x.stat().st_mtime_ns, x.stat().st_ino) for x in os.scandir(folder))
+            if self._verified.get(step) != files:
+                checkpoint.verify(folder, step)
+        except (BadFileError, OSError):
+            return False
+        self._verified[step] = files
+        return True
+
+    def _check_held(self, path: Path, size: int) -> None:
+        """The lock that we hold must still be the one that another run would find."""
+        if self._lock is None:
+            raise OptionError(f"{self.path} is not held: use it inside `with RunFolder(...) as run:`.")
+        try:
+            same = os.path.samestat(os.fstat(self._lock), os.stat(self.path / "lock"))
+        except OSError:
+            same = False
+        if not same:
+            raise whole.failed(path, OSError(errno.ENOENT, "the folder of the run was moved away or replaced"), size)
+
+    def _sweep(self) -> None:
+        """Put back what only stepped aside, first of all; then remove what was cut off."""
+        left = [(entry, found) for entry in self.checkpoints.iterdir() if (found := LEFT.fullmatch(entry.name))]
+        for entry, found in left:
+            if found[1] and not os.path.lexists(entry.with_name(found[1])):
+                entry.rename(entry.with_name(found[1]))
+        for entry, _ in left:
+            whole.remove(entry)
+
+
+def _locked(folder: Path) -> int:
+    """A handle on <folder>/lock that holds its lock; the file says which process that is."""
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+    except BlockingIOError as error:
+        who = os.read(handle, 20).decode(errors="replace").strip()
+        os.close(handle)
+        by = f", process {who}," if who.isdecimal() else ""
+        raise OptionError(f"{folder} is in use: another run{by} is in it. Choose another folder, or end that run.") from error
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+HELD: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked child: a loader's worker that outlives a killed run must not keep its lock."""
+    for folder in HELD:
+        folder.__exit__()
+
+
+os.register_at_fork(after_in_child=_let_go)
