@@ -3,7 +3,11 @@
 dmst --version            this package, torch and Python
 dmst operators            the table of operators and their options
 dmst models [PATTERN]     the named networks, their sizes and parameters
+dmst train RECIPE         train or fine-tune, or go on with a run; dmst train --data FOLDER ... for images of your own
+dmst evaluate WEIGHTS     exact top-1 and top-5 of a saved model
+dmst recipes [NAME]       the recipes that ship, what each promises; --keys: all that can be set
 dmst demo                 a DMST learns to read digits, and a page shows what it computes
+dmst data list            the datasets; also data info, data fetch, data verify
 dmst bench operators      time and memory of one layer beside the others, on the device at hand
 dmst doctor               what is installed, which kernels run here, and whether they are right
 """
@@ -17,6 +21,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from dmst.cli import bench, data, train
 
 app = typer.Typer(name="dmst", help="A white-box vision transformer.", no_args_is_help=True, add_completion=False)
 
@@ -102,55 +108,19 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="The same as JSON.
     raise typer.Exit(0 if report.well else 1)
 
 
-bench = typer.Typer(name="bench", help="Time and memory, ours beside the others.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-
-
-@bench.command("operators")
-def bench_operators(
-    out: str = typer.Option(None, help="The file of rows; results/DEVICE/operators.json if not given (CPU: runs/bench)."),
-    shapes: str = typer.Option(None, help="BATCHxTOKENS,...; five of about 60,000 tokens if not given (CPU: two small ones)."),
-    only: str = typer.Option(None, help="Which layers: dmsa,floor,..."),
-    modes: str = typer.Option(None, help="Of graph,eager,compiled."),
-    dtype: str = typer.Option(None, help="bfloat16, float16 or float32."),
-    dim: int = typer.Option(384, min=1, help="Width."),
-    heads: int = typer.Option(8, min=1, help="Heads, where the layer does not say itself."),
-    compiled: str = typer.Option("some", help="Compile at all shapes, some (256x197 and 4x16384) or none."),
-    figure: str = typer.Option(
-        None, help="STEM of the figure, STEM.svg and STEM.png; beside the rows if not given (CPU: none)."
-    ),
-    commit: str = typer.Option(None, help="What to call the source; else DMST_COMMIT, else what git says."),
-    limit: float = typer.Option(None, help="Begin no row after so many seconds."),
-    add: bool = typer.Option(False, "--add", help="Keep the rows of an earlier run that are not measured again."),
-    check: str = typer.Option(None, metavar="FILE", help="Measure nothing: hold the rows of FILE against the targets."),
-    readme: str = typer.Option(None, metavar="FILE", help="With --check: put the figures between the marks of FILE."),
-) -> None:
-    """Forward, forward+backward, kept and peak memory of each layer; a time is told only where its parity holds."""
-    from dmst.bench import operators as measured
-
-    if check:
-        raise typer.Exit(measured.check(check, readme))
-    asked = {"out": out, "shapes": shapes, "only": only, "modes": modes, "dtype": dtype, "compiled": compiled, "commit": commit}
-    raise typer.Exit(measured.measure_all(**asked, dim=dim, heads=heads, figure_stem=figure, limit=limit, add=add))
-
-
-@bench.command("figure")
-def bench_figure(
-    file: str = typer.Argument(help="A file of `dmst bench operators`."),
-    out: str = typer.Option("results/h200/operators", help="STEM: writes STEM.svg and STEM.png."),
-) -> None:
-    """Draw the paper's figure from a file of rows, without running anything."""
-    from dmst.bench import operators as measured
-
-    raise typer.Exit(measured.draw(file, out))
+app.command()(train.train)
+app.command()(train.evaluate)
+app.command()(train.recipes)
+app.add_typer(bench.app, name="bench")
+app.add_typer(data.app, name="data")
 
 
 def main() -> None:
-    """The command: an error of ours is one line for a person, and exit code 1."""
+    """The command: an error of ours is one line for a person, and its exit code."""
     from dmst.errors import DmstError
 
     try:
         app()
     except DmstError as error:
         typer.secho(str(error), fg="red", err=True)
-        raise SystemExit(1) from None
+        raise SystemExit(error.exit_code) from None

@@ -1,0 +1,156 @@
+"""`dmst train`, `dmst evaluate`, `dmst recipes`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+OUT = typer.Option(..., metavar="DIR", help="The folder of the run. If a run is in it, that run goes on.")
+CHANGES = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a key of the recipe: --set optim.lr=2e-4. Repeatable.")
+DATA_DIR = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are.")
+DEVICE = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given.")
+WORKERS = typer.Option(0, min=0, help="Processes that read large images. They change nothing but the speed.")
+
+
+def train(
+    recipe: str = typer.Argument(None, help="A recipe of `dmst recipes`, or a .toml file. Not needed with --data."),
+    out: str = OUT,
+    changes: list[str] = CHANGES,
+    data: str = typer.Option(None, help="Images to learn: a folder of class folders, or a dataset's name."),
+    model: str = typer.Option(None, help="A network of `dmst models`; that of the weights if not given."),
+    init_from: str = typer.Option(None, metavar="WEIGHTS", help="Start from a saved model, or from a finished run."),
+    data_dir: str = DATA_DIR,
+    device: str = DEVICE,
+    workers: int = WORKERS,
+    on_bad_image: str = typer.Option(
+        None, help="fail (the default): list every bad image and stop; skip: leave them out, listed."
+    ),
+    allow_config_change: bool = typer.Option(
+        False, "--allow-config-change", help="Go on with another recipe than the run began with."
+    ),
+    keep_going_on_full_disk: bool = typer.Option(
+        False, "--keep-going-on-full-disk", help="Train on where a checkpoint finds no room."
+    ),
+    tensorboard: bool = typer.Option(False, "--tensorboard", help="Write DIR/tensorboard too."),
+    timeout: float = typer.Option(60.0, min=1, help="Seconds that processes wait for each other."),
+    no_report: bool = typer.Option(False, "--no-report", help="Do not write DIR/report.html at the end."),
+    quiet: bool = typer.Option(False, "--quiet", help="Say nothing but errors."),
+) -> None:
+    """Train a network by a recipe, or go on with a run that was stopped or killed.
+
+    dmst train digits --out runs/digits
+
+    dmst train cifar10 --out runs/cifar --data-dir DIR --set schedule.epochs=20
+
+    dmst train --data PHOTOS --init-from runs/cifar --out runs/photos
+
+    (PHOTOS/train/CLASS/*.jpg and PHOTOS/test/CLASS/*.jpg; or PHOTOS/CLASS/*.jpg, of which some are held out)
+
+    torchrun --nproc-per-node 4 -m dmst train imagenet_dmst_small --out runs/imagenet --data-dir DIR --workers 8
+
+    The folder holds checkpoints, a journal, and in the end final/ (for dmst.load_model and `dmst evaluate`) and report.html.
+    Killed at any instant, the same command goes on and ends in the same bits. `dmst recipes --keys` lists what --set takes.
+
+    Exit status: 0 finished, 130 or 143 stopped by Ctrl-C or SIGTERM (saved), 75 the disk is full, 1 any other error.
+    """
+    from dmst.analysis.probes import layers
+    from dmst.engine import journal
+    from dmst.engine.console import watcher
+    from dmst.engine.recipe import read_recipe
+    from dmst.engine.train import train as run
+
+    name, sugar = _recipe_of(recipe, data, model, init_from, data_dir)
+    sugar += [f"data.on_bad_image={on_bad_image}"] if on_bad_image else []
+    listeners = [journal.tensorboard(Path(out) / "tensorboard")] if tensorboard else []
+    result = run(
+        read_recipe(name, [*sugar, *changes]), out, data_dir=data_dir, device=device, workers=workers, watch=watcher(quiet),
+        probes={"layers": layers}, listeners=listeners, allow_config_change=allow_config_change,
+        keep_going_on_full_disk=keep_going_on_full_disk, timeout=timeout,
+    )  # fmt: skip
+    if not no_report and result.journal:
+        from dmst.analysis.run_report import write_run_report
+
+        recipe_text = (result.folder / "recipe.toml").read_text(encoding="utf-8")
+        page = write_run_report(result.folder / "report.html", result.journal, recipe_text, result.model, result.sample)
+        if not quiet:
+            Console().print(f"The report is {page}", soft_wrap=True, markup=False, highlight=False)
+
+
+def evaluate(
+    weights: str = typer.Argument(help="A saved model, or the folder of a finished run."),
+    data: str = typer.Option(..., help="A dataset's name, or a folder of class folders."),
+    split: str = typer.Option("test", help="test or train."),
+    data_dir: str = DATA_DIR,
+    device: str = DEVICE,
+    workers: int = WORKERS,
+    batch_size: int = typer.Option(256, min=1, help="Images at a time; the counts do not depend on it."),
+    amp: str = typer.Option("none", help="none, bf16 or fp16."),
+    crop_pct: float = typer.Option(0.0, min=0, max=1, help="Share of the side that the centre crop keeps; 0: the model's."),
+    as_json: bool = typer.Option(False, "--json", help="The same as JSON."),
+) -> None:
+    """Count what a trained network reads right: top-1, top-5, and by class.
+
+    dmst evaluate runs/cifar --data cifar10 --data-dir DIR
+
+    Every image counts once; the figures are exact whatever the batch size, workers or processes.
+    """
+    from dmst.engine.evaluate import AMP, evaluate_weights
+    from dmst.errors import choose
+
+    choose("amp", amp, ("none", *AMP))
+    score, image_set = evaluate_weights(
+        weights, data, split=split, data_dir=data_dir, device=device, workers=workers, batch_size=batch_size, amp=amp,
+        crop_pct=crop_pct,
+    )  # fmt: skip
+    by_class = dict(zip(image_set.classes, score.by_class, strict=True))
+    if as_json:
+        told = {"weights": weights, "data": data, "split": split, "variant": image_set.variant, **score.told()}
+        typer.echo(json.dumps(told | {"by_class": by_class}))
+        return
+    variant = f", {image_set.variant}" if image_set.variant else ""
+    typer.echo(f"{image_set.name} {split}{variant}: {score.images:,} images")
+    typer.echo(f"top-1 {score.top1:.2%} ({score.right:,})   top-5 {score.top5:.2%} ({score.right5:,})   loss {score.loss:.4f}")
+    table = Table("class", "right", "of", "share")
+    for name, (right, count) in by_class.items():
+        table.add_row(name, f"{right:,}", f"{count:,}", f"{right / count:.1%}" if count else "-")
+    Console().print(table)
+
+
+def recipes(
+    name: str = typer.Argument(None, help="Print this recipe whole, as a .toml file to start one of your own from."),
+    keys: bool = typer.Option(False, "--keys", help="Every key, its default, what it takes and what it does."),
+) -> None:
+    """List the recipes that ship: what each reproduces, and what came of it."""
+    from dmst.engine.recipe import help_text, list_recipes, read_recipe
+
+    if keys:
+        typer.echo(help_text())
+    elif name:
+        typer.echo(read_recipe(name).to_toml())
+    else:
+        table = Table("recipe", "network", "data", "epochs", "what it reproduces", "expected", "obtained")
+        for each, found in list_recipes().items():
+            promise = found.promise
+            table.add_row(
+                each, found.model.name, found.data.name, str(found.schedule.epochs), promise.reproduces, promise.expected,
+                promise.obtained,
+            )  # fmt: skip
+        Console().print(table)
+
+
+def _recipe_of(
+    recipe: str | None, data: str | None, model: str | None, init_from: str | None, data_dir: str | None
+) -> tuple[str, list[str]]:
+    """The recipe, and what --data, --model and --init-from say as changes to it. With --data alone it is `finetune`."""
+    from dmst.engine.prepare import settings_of
+    from dmst.errors import OptionError
+
+    if recipe is None and data is None:
+        raise OptionError("dmst train needs a recipe (`dmst recipes` lists them), or --data with a folder of images.")
+    changes = [f"data.name={json.dumps(data)}"] if data else []
+    changes += settings_of(recipe or "finetune", data, model, init_from, data_dir)
+    return recipe or "finetune", changes

@@ -1,0 +1,186 @@
+"""The one door for image bytes: pixels, or a BadImageError that says why not; never a crash, a hang or a wrong picture.
+
+decode(data, name)              (h, w, 3) uint8, red green blue
+decode(data, name, grey=True)   (h, w, 1) uint8
+
+kinds      JPEG PNG WEBP GIF BMP TIFF, and no other, whatever the name of the file says
+size       at least 1 x 1, at most 50 million pixels, no side more than 200 times the other; a file of at most 64 MiB
+frame      the first of several, turned as its EXIF says
+colour     grey, palette and CMYK become RGB; what is transparent lies on white
+16 bits    grey v becomes (v + 128) // 257; 32-bit integers and floats are refused: their white is anybody's guess
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from dmst.errors import BadImageError
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+MOST_BYTES = 64 * 2**20
+MOST_PIXELS = 50_000_000
+MOST_ASPECT = 200
+MOST_WORK = 40 * MOST_PIXELS  # pixels x scans of a JPEG: a small file can hold a million scans, each over all pixels
+ORIENTATION, BITS, PHOTOMETRIC = 274, 258, 262  # tags of EXIF and TIFF
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+REFUSED = {
+    "I": "it has 32-bit or signed integers, whose white is not known: save it with 8 or 16 bits",
+    "F": "it has floating-point pixels, whose white is not known: save it with 8 or 16 bits",
+}
+BEGINNINGS = {  # of what is not read, as a hint
+    b"%!ps": "PostScript",
+    b"%pdf": "PDF",
+    b"<svg": "SVG, a drawing and not pixels",
+    b"<?xml": "XML or SVG, not pixels",
+    b"<!doctype": "a web page: mostly a server's answer in place of the file",
+    b"<html": "a web page: mostly a server's answer in place of the file",
+    b"pk\x03\x04": "a zip file",
+    b"\xff\xd8\xff": "a JPEG with a damaged header",
+    b"\x89png": "a PNG with a damaged header",
+    b"riff": "a WebP with a damaged header, or a sound",
+}
+
+
+def decode(data: bytes | Path, name: str = "", *, grey: bool = False) -> np.ndarray:
+    """The pixels of an encoded image, or of the file at a path; `name` is how an error calls it, else the path."""
+    try:
+        raw = _read(data) if isinstance(data, Path) else bytes(data)
+        with _quiet:
+            return _decode(raw, grey)
+    except Exception as error:  # Pillow raises almost anything: OSError, SyntaxError, struct.error, DecompressionBombError, ...
+        raise BadImageError(name or (str(data) if isinstance(data, Path) else "an image"), _reason(error)) from error
+
+
+def _read(path: Path) -> bytes:
+    if path.exists() and not path.is_file():
+        raise _Refusal("it is not a plain file")  # a pipe would never end
+    with path.open("rb") as file:
+        return file.read(MOST_BYTES + 1)
+
+
+def _decode(raw: bytes, grey: bool) -> np.ndarray:
+    if not raw:
+        raise _Refusal("it is empty")
+    if len(raw) > MOST_BYTES:
+        raise _Refusal(f"its file has more than {MOST_BYTES >> 20} MiB")
+    try:
+        image = Image.open(io.BytesIO(raw), formats=FORMATS)
+    except Image.UnidentifiedImageError:
+        raise _Refusal(f"it is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image{_hint(raw)}") from None
+    except Image.DecompressionBombError:
+        raise _Refusal(f"it has more than {MOST_PIXELS:,} pixels") from None
+    with image:
+        _measure(image, raw)
+        image.load()
+        turn = _turn(image)
+        flat = _flat(image, "L" if grey else "RGB")
+        pixels = np.array(flat.transpose(turn) if turn is not None else flat)
+    return pixels[:, :, None] if grey else pixels
+
+
+def _measure(image: Image.Image, raw: bytes) -> None:
+    """Before any pixel is decoded."""
+    width, height = image.size
+    if min(width, height) < 1 or width * height > MOST_PIXELS:
+        raise _Refusal(f"it has {width} x {height} pixels: from 1 x 1 to {MOST_PIXELS:,} in all are read")
+    if max(width, height) > MOST_ASPECT * min(width, height):
+        raise _Refusal(f"it has {width} x {height} pixels: one side is more than {MOST_ASPECT} times the other")
+    if image.mode in REFUSED:
+        raise _Refusal(REFUSED[image.mode])
+    if image.format in ("JPEG", "MPO") and (scans := raw.count(b"\xff\xda")) * width * height > MOST_WORK:
+        raise _Refusal(f"it has {width} x {height} pixels in {scans:,} scans, made to keep a reader busy")
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """How to set the picture upright. TIFFs are turned as they are loaded, and then say nothing more."""
+    try:
+        return TURNS.get(image.getexif().get(ORIENTATION, 1))
+    except Exception:  # damaged remarks on a sound picture
+        return None
+
+
+def _flat(image: Image.Image, mode: str) -> Image.Image:
+    """Eight bits, without transparency."""
+    if image.mode.startswith("I;16"):
+        image = _eight_bits(image)
+    elif image.has_transparency_data:
+        above = _as(image, "RGBA")
+        image = Image.new("RGB", image.size, "white")
+        image.paste(above, mask=above)
+    return _as(image, mode)
+
+
+def _as(image: Image.Image, mode: str) -> Image.Image:
+    return image if image.mode == mode else image.convert(mode)  # which would copy
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """16-bit grey, (v + 128) // 257; Pillow itself clips at 255."""
+    values = np.asarray(image).astype(np.uint32)
+    tags = getattr(image, "tag_v2", {})
+    if tags.get(BITS, (16,)) != (16,):
+        raise _Refusal(f"it has {tags[BITS]} bits a pixel: 8 and 16 are read")
+    if tags.get(PHOTOMETRIC) == 0:
+        values = 65535 - values  # white is zero, which Pillow heeds with 8 bits only
+    eight = ((values + 128) // 257).astype(np.uint8)
+    clear = image.info.get("transparency")
+    return Image.fromarray(np.where(values == clear, np.uint8(255), eight) if isinstance(clear, int) else eight)
+
+
+def _hint(raw: bytes) -> str:
+    start = raw[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    return next((f"; it looks like {what}" for beginning, what in BEGINNINGS.items() if start.startswith(beginning)), "")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"it cannot be read ({error.strerror})"
+    return str(error) if isinstance(error, _Refusal) else f"it cannot be decoded ({str(error) or type(error).__name__})"
+
+
+class _Refusal(Exception):
+    """A rule of this file, told in full."""
+
+
+class _Quiet:
+    """No warning of Pillow's, in any thread: the first one in silences them, the last one out restores what was."""
+
+    def __init__(self) -> None:
+        self.start()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.start)  # a lock that another thread held would never open again
+
+    def start(self) -> None:
+        self.lock, self.inside, self.before = threading.Lock(), 0, warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.inside += 1
+            if self.inside == 1:
+                self.before = warnings.catch_warnings()
+                self.before.__enter__()
+                warnings.filterwarnings("ignore", module="PIL")
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                self.before.__exit__(None, None, None)
+
+
+_quiet = _Quiet()

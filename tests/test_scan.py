@@ -1,0 +1,206 @@
+"""The scan before a run: every bad image by name, the same answer with and without workers, and no hang when one dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dmst.data import scan as scanning
+from dmst.data.scan import scan
+from dmst.data.sets import ArraySet, FileSet, ImageSet, subset
+from dmst.errors import BadImageError, OptionError, SaveError
+
+
+def folder_of(root: Path, count: int, bad: dict[int, bytes] | None = None) -> FileSet:
+    """Pictures 000.png, ..., those of `bad` with these bytes."""
+    root.mkdir()
+    picture = root / "good"
+    Image.new("RGB", (3, 2), (7, 8, 9)).save(picture, "PNG")
+    good = picture.read_bytes()
+    picture.unlink()
+    names = [f"{i:03d}.png" for i in range(count)]
+    for i, name in enumerate(names):
+        (root / name).write_bytes((bad or {}).get(i, good))
+    sizes = [(root / name).stat().st_size for name in names]
+    return FileSet("birds", "train", ("one",), np.zeros(count, np.int64), root, names, sizes)
+
+
+class Counting(ImageSet):
+    """Tells how often an image was read."""
+
+    def __init__(self, base: ImageSet) -> None:
+        super().__init__(base.name, base.split, base.classes, base.labels, fingerprint=base.fingerprint)
+        self.base, self.reads = base, 0
+
+    def read(self, index: int) -> np.ndarray:
+        self.reads += 1
+        return self.base.read(index)
+
+    def where(self, index: int) -> str:
+        return self.base.where(index) if hasattr(self, "base") else ""
+
+
+class Deadly(FileSet):
+    """Ends the process that reads its image 130."""
+
+    how: Any = signal.SIGKILL
+
+    def read(self, index: int) -> np.ndarray:
+        if index == 130:
+            os._exit(3) if self.how is None else os.kill(os.getpid(), self.how)
+        return super().read(index)
+
+
+class Polite(Deadly):
+    how = None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_all_bad_files_in_one_error(tmp_path: Path, workers: int) -> None:
+    images = folder_of(tmp_path / "set", 150, {3: b"", 70: b"GIF89a", 149: b"<html>"})
+    ticks: list[tuple[int, int]] = []
+    with pytest.raises(BadImageError) as error:
+        scan(images, workers=workers, tick=lambda done, total: ticks.append((done, total)))
+    told = str(error.value).splitlines()
+    assert told[0] == "birds train: 3 of 150 images cannot be used:"
+    assert told[1] == f"  {tmp_path / 'set' / '003.png'}: it is empty"
+    assert [line.split(":")[0].strip()[-7:] for line in told[1:4]] == ["003.png", "070.png", "149.png"]
+    assert "data.on_bad_image=skip" in told[4] and len(told) == 5
+    assert len(ticks) == 3 and ticks[-1] == (150, 150) and sorted(ticks) == ticks
+
+
+def test_the_list_is_in_order_whoever_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = folder_of(tmp_path / "set", 130)
+    answers = [(64, {70: "second"}), (64, {3: "first"}), (2, {})]
+    monkeypatch.setattr(scanning, "_side_by_side", lambda *_: iter(answers))
+    with pytest.raises(BadImageError, match=r"003\.png: first\n.*070\.png: second"):
+        scan(images, workers=2)
+
+
+def test_twenty_are_listed_and_all_are_counted(tmp_path: Path) -> None:
+    images = folder_of(tmp_path / "set", 31, dict.fromkeys(range(25), b"no"))
+    with pytest.raises(BadImageError) as error:
+        scan(images)
+    told = str(error.value).splitlines()
+    assert told[0].endswith("25 of 31 images cannot be used:") and told[21] == "  and 5 more"
+    assert "019.png" in told[20] and "020.png" not in str(error.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_good_ones(tmp_path: Path, workers: int) -> None:
+    assert scan(folder_of(tmp_path / "set", 130), workers=workers) == frozenset()
+
+
+def test_skipping_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scanning.SHARE == 1000
+    monkeypatch.setattr(scanning, "SHARE", 50)  # pictures that a test need not write
+    images = folder_of(tmp_path / "set", 150, {3: b"", 70: b"", 149: b""})
+    assert scan(images, on_bad="skip") == {3, 70, 149}
+    assert scan(subset(images, range(60, 80)), on_bad="skip") == {10}  # of a small set, one
+    with pytest.raises(BadImageError, match="2 of 99 images cannot be used; 1 may be left out"):
+        scan(subset(images, range(99)), on_bad="skip")
+    with pytest.raises(BadImageError, match="1 of 1 images"):  # nothing would be left
+        scan(subset(images, [3]), on_bad="skip")
+    with pytest.raises(OptionError, match="on_bad"):
+        scan(images, on_bad="ignore")
+
+
+def test_a_resume_does_not_look_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = Counting(folder_of(tmp_path / "set", 20, {5: b""}))
+    other = Counting(folder_of(tmp_path / "other", 7))
+    cache = tmp_path / "run" / "scan.json"
+    assert scan(images, on_bad="skip", cache=cache) == {5} and scan(other, cache=cache) == frozenset()
+    assert (images.reads, other.reads) == (20, 7)
+    assert scan(images, on_bad="skip", cache=cache) == {5} and scan(other, cache=cache) == frozenset()
+    assert (images.reads, other.reads) == (20, 7)
+    assert [row["set"] for row in json.loads(cache.read_text()).values()] == ["birds train", "birds train"]
+    with pytest.raises(BadImageError, match="it is empty"):  # what was left out is looked at again where nothing may be
+        scan(images, cache=cache)
+    assert images.reads == 40
+    monkeypatch.setattr("PIL.__version__", "99.0")  # which may judge otherwise
+    assert scan(images, on_bad="skip", cache=cache) == {5} and images.reads == 60
+
+
+def test_what_failed_is_not_kept(tmp_path: Path) -> None:
+    images, cache = folder_of(tmp_path / "set", 9, {5: b"xx"}), tmp_path / "scan.json"
+    with pytest.raises(BadImageError):
+        scan(images, cache=cache)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:-9],
+        lambda text: "[]",
+        lambda text: text.replace('"bad": {', '"bad": {"17": "", '),
+        lambda text: text.replace('"bad"', '"worse"'),
+        lambda text: text.replace('"5"', '"five"'),
+        lambda text: text.replace('"images": 9', '"images": 8'),
+        lambda text: text.replace("{\n", "[\n", 1),
+        lambda text: "[" * 100_000,
+    ],
+)
+def test_a_damaged_cache_is_not_believed(tmp_path: Path, damage: Any) -> None:
+    images, cache = Counting(folder_of(tmp_path / "set", 9, {5: b""})), tmp_path / "scan.json"
+    scan(images, on_bad="skip", cache=cache)
+    whole = cache.read_text()
+    assert damage(whole) != whole
+    cache.write_text(damage(whole))
+    assert scan(images, on_bad="skip", cache=cache) == {5} and images.reads == 18
+    assert cache.read_text() == whole
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SaveError):
+        scan(folder_of(tmp_path / "set", 2), cache=tmp_path / "file" / "scan.json")
+
+
+def test_what_is_decoded_already_is_not_looked_at() -> None:
+    images = ArraySet("a", "train", ("x",), np.zeros(5, np.int64), np.zeros((5, 2, 3, 3), np.uint8))
+    images.read = pytest.fail  # type: ignore[assignment, method-assign]
+    assert scan(images, workers=2) == frozenset()
+
+
+def test_another_error_counts_as_bad(tmp_path: Path) -> None:
+    images = folder_of(tmp_path / "set", 4)
+    images.read = lambda index: [][index]  # type: ignore[assignment, method-assign]
+    with pytest.raises(BadImageError, match=r"4 of 4 images.*\n.*000\.png: IndexError: list index out of range"):
+        scan(images)
+
+
+@pytest.mark.parametrize(("kind", "how"), [(Deadly, "was killed by signal 9"), (Polite, "ended with status 3")])
+def test_a_worker_that_dies(tmp_path: Path, kind: type[FileSet], how: str) -> None:
+    """An error that names the image, soon, and no process is left."""
+    images = folder_of(tmp_path / "set", 300)
+    images.__class__ = kind
+    start = time.perf_counter()
+    with pytest.raises(BadImageError) as error:
+        scan(images, workers=2)
+    assert error.value.name == str(tmp_path / "set" / "130.png") and how in error.value.reason
+    assert time.perf_counter() - start < 30
+    assert not scanning.multiprocessing.active_children()
+
+
+def test_a_worker_that_never_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = folder_of(tmp_path / "set", 70)
+    monkeypatch.setattr(scanning, "_work", os._exit)  # which takes a number: it ends at once
+    with pytest.raises(BadImageError, match=r"birds train: .* ended before it began \(status 1\).*__main__"):
+        scan(images, workers=1)
+
+
+def test_nothing_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = folder_of(tmp_path / "set", 70)
+    monkeypatch.setattr(scanning, "STALLED", 0.0)
+    with pytest.raises(BadImageError, match="no image was decoded"):
+        scan(images, workers=2)
+    assert not scanning.multiprocessing.active_children()
