@@ -6,6 +6,7 @@ DmstError
 │   └── ConfigError      a recipe that breaks a rule: file, key, why   (also a ValueError)
 ├── ShapeError           a tensor whose shape or dtype does not fit    (also a ValueError)
 ├── BadFileError         a file that is damaged, foreign or unsafe     (also a ValueError)
+│   └── MissingSplitError  a dataset without the split that is asked for
 ├── BadImageError        a picture that cannot be used                 (also a ValueError)
 ├── SaveError            a file that could not be written              (also an OSError)
 │   └── FullDiskError    there is no room for it                       (also an OSError)
@@ -60,6 +61,10 @@ class ShapeError(DmstError, ValueError):
 
 class BadFileError(DmstError, ValueError):
     """A file is not what it should be; nothing was loaded from it."""
+
+
+class MissingSplitError(BadFileError):
+    """A dataset is there, and this split of it is not."""
 
 
 class BadImageError(DmstError, ValueError):

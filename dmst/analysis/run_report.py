@@ -1,0 +1,207 @@
+"""The page of a training run: what was trained on what, what came of it, and how. Every number stands in the journal or is
+computed here from the final weights.
+
+score · learning curves · layers over time · accuracy by class · memberships · mistakes · what happened · how it was made
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from torch import Tensor
+
+from dmst.analysis.charts import Line, line_chart
+from dmst.analysis.report import Section, table, tiles, write_report
+from dmst.analysis.run_journal import (
+    MOST_POINTS,
+    WEIGHTS,
+    Run,
+    binned,
+    in_time,
+    named,
+    numbers,
+    percent,
+    printable,
+    short,
+    side_by_side,
+    signal_name,
+    spread,
+    when,
+)
+from dmst.analysis.run_layers import over_time
+from dmst.analysis.run_pictures import Sample, memberships, mistakes
+from dmst.models import VisionModel
+
+MOST_CLASSES = 40
+MOST_NAMED = 10  # images that were left out
+COLOURS = {"model": "c2", "ema": "c3"}
+# what may be said of a score and of the best epoch, by the images that both were measured on
+CLAIMS = {
+    "test": "The best epoch was found by looking at the test images, so its score is <b>not a result</b>. The weights at the "
+    "end were chosen by no score.",
+    "holdout": "The best epoch was found on the very images that score it, which flatters it. The weights at the end were "
+    "chosen by no score.",
+    "train": "The network has learnt from the images that score it: this says nothing about other images, and is <b>not a "
+    "result</b>.",
+}
+
+
+def write_run_report(
+    path: Path, events: list[dict[str, Any]], recipe: str, model: VisionModel, sample: tuple[Tensor, Tensor] | None
+) -> Path:
+    """Write the page of a run: its journal, its recipe as TOML, its final weights, and some images with their labels."""
+    run = Run(events, recipe, model)
+    pictures = Sample(model, *sample, run.classes) if sample is not None and len(sample[1]) else None
+    bodies = {
+        "What came of it": _scores(run),
+        "Learning": _learning(run),
+        "Layers over time": over_time(run),
+        "Accuracy by class": _by_class(run),
+        "Where each patch belongs": "" if pictures is None else memberships(pictures),
+        "Mistakes": "" if pictures is None else mistakes(pictures, run.seen),
+        "What happened on the way": _happened(run),
+        "How this was made": _made(run, recipe),
+    }
+    sections = [Section(title, body) for title, body in bodies.items() if body]
+    title = short(f"{run.model} on {run.data}", 80).replace("_", "_\N{ZERO WIDTH SPACE}")  # where a phone may break it
+    return write_report(path, title, _lead(run), sections)
+
+
+def _lead(run: Run) -> str:
+    score, epochs = run.scores.get(run.final), run.recipe.get("schedule", {}).get("epochs")
+    init, batch = run.recipe.get("model", {}).get("init_from"), run.recipe.get("run", {}).get("batch_size", math.nan)
+    origin = f"from the weights of {escape(printable(init))}" if init else "from scratch"
+    told = (
+        f"<b>{escape(run.model)}</b>, trained {origin} on {run.facts.get('train_images', 0):,} images of {escape(run.data)}, "
+        f"{epochs or '?'} epoch{'s' * (epochs != 1)}; scored on "
+        + (f"{score['images']:,} images: {escape(run.seen)}." if score else "nothing.")
+    )
+    figures = []
+    if score:
+        figures.append((f"{score['top1']:.2%}", f"top-1 of {WEIGHTS[run.final]}, {score['images']:,} images of {run.seen}"))
+    figures.append((f"{run.parameters:,}" if run.parameters < 1e7 else f"{run.parameters / 1e6:.1f} M", "parameters"))
+    if math.isfinite(run.pace):
+        steps = run.steps[-1]["step"]
+        figures += [(f"{batch / run.pace:,.0f}", "training images/s, median")] if math.isfinite(batch) else []
+        figures.append((in_time(run.pace * steps), f"for {steps:,} steps at the median pace; evaluations apart"))
+    return f"<p>{told}</p>{tiles(figures)}"
+
+
+def _scores(run: Run) -> str:
+    if not run.scores:
+        return "<p>Nothing was evaluated: this run has no accuracy.</p>"
+    rows = []
+    for name, score in run.scores.items():
+        top5 = f"{score['top5']:.2%}" if len(run.classes) > 5 else "-"
+        right, kept = f"{score['right']:,} of {score['images']:,}", ", in final/" if name == run.final else ""
+        rows.append((f"{score['top1']:.2%}", WEIGHTS[name] + kept, right, top5, f"{score['loss']:.4f}", run.seen))
+    if run.best:
+        flaw = "" if run.evaluated == "holdout" else ": not a result"
+        rows.append(
+            (f"{run.best['top1']:.2%}", f"{WEIGHTS[run.final]}, best epoch {run.best['epoch']}{flaw}", "", "", "", run.seen)
+        )
+    mean_of = " Averaged weights are a running mean, by <code>optim.model_ema</code>." if "ema" in run.scores else ""
+    columns = ("top-1", "weights", "right", "top-5", "loss, nats", "images")
+    return table(columns, rows) + f"<p>{CLAIMS.get(run.evaluated, '')}{mean_of}</p>"
+
+
+def _learning(run: Run) -> str:
+    shown = spread(run.evaluations, MOST_POINTS)
+    epochs = numbers(shown, "epoch")
+    losses = [binned(run.steps, "loss", "training, as augmented")]
+    reads = [Line("training, as augmented", epochs, percent(shown, "train_accuracy"), dashed=True)]
+    for name in run.scores:
+        losses.append(Line(f"evaluation, {WEIGHTS[name]}", epochs, numbers(shown, name, "loss"), colour=COLOURS[name]))
+        reads.append(Line(f"evaluation, {WEIGHTS[name]}", epochs, percent(shown, name, "top1"), colour=COLOURS[name]))
+    whole = bool(epochs) and epochs[-1] > 1
+    norms, rates = binned(run.steps, "norm", "all gradients together"), binned(run.steps, "lr", "as scheduled")
+    rates = rates._replace(ys=[1000 * y for y in rates.ys], low=None, high=None)  # small numbers leave no room for their label
+    charts = [
+        line_chart(reads, "epoch", "top-1, %", y_range=(0, 100) if len(epochs) == 1 else None),
+        line_chart(losses, "epoch", "loss, nats", digits=3, whole_x=whole),
+        line_chart([rates], "epoch", "learning rate, thousandths", digits=4, whole_x=whole),
+        line_chart([norms], "epoch", "norm of the gradients", digits=3, whole_x=whole),
+    ]
+    evaluated = f"<p>Evaluated on {escape(run.seen)}.</p>" if run.scores else ""
+    return (
+        evaluated + side_by_side(charts) + '<p class="note">In training, images count as they were augmented and mixed, and '
+        "labels as they were smoothed, where the recipe does so: those lines are not comparable with an evaluation's. A band "
+        "spans the steps that a point stands for.</p>"
+    )
+
+
+def _by_class(run: Run) -> str:
+    counts = run.end.get("by_class") or []
+    found = sorted((right / count, i, right, count) for i, (right, count) in enumerate(counts) if count)
+    if not found:
+        return ""
+    rows = [(short(named(run.classes, i)), f"{share:.1%}", f"{right:,} of {count:,}") for share, i, right, count in found]
+    rows = rows[:MOST_CLASSES]
+    half = len(rows) if len(rows) <= 5 else math.ceil(len(rows) / 2)
+    which = f"The worst {len(rows)} of {len(found):,} classes" if len(rows) < len(found) else "Every class, the worst first"
+    empty = len(counts) - len(found)
+    halves = [f"<div>{table(('class', 'read right', 'images'), some)}</div>" for some in (rows[:half], rows[half:]) if some]
+    return (
+        f"<p>{which}: {WEIGHTS[run.final]} on {escape(run.seen)}. Mean over the classes: {mean(row[0] for row in found):.2%}."
+        f"{f' {empty:,} classes have no image there.' if empty else ''}</p>{side_by_side(halves)}"
+    )
+
+
+def _happened(run: Run) -> str:
+    told = list(_interruptions(run))
+    bad = [f"<code>{escape(printable(name))}</code>" for name in run.facts.get("bad_images") or []]
+    if bad:
+        rest = [f"and {len(bad) - MOST_NAMED:,} more"] if len(bad) > MOST_NAMED else []
+        told.append(f"{len(bad):,} training images could not be read and were left out:{_list(bad[:MOST_NAMED] + rest)}")
+    told += [escape(printable(note)) for note in run.facts.get("notes") or []]
+    return _list(told) if told else ""
+
+
+def _interruptions(run: Run) -> Iterator[str]:
+    """Stops, and what was changed. A kill leaves no line: the journal takes back what came after the last checkpoint."""
+    for event, after in pairwise([*run.events, {}]):
+        at = f"{when(event.get('time'))}, step {event.get('step', 0):,}"
+        if event.get("event") == "stopped":
+            went_on = f"; the run went on, and its next line is of {when(after.get('time'))}" if after else ""
+            yield f"{at}: stopped by {signal_name(event.get('signal'))}{went_on}."
+        if event.get("event") == "start" and event is not run.starts[0]:
+            changes = [f"<code>{escape(printable(line))}</code>" for line in event.get("changed") or []]
+            yield f"{at}: went on with another recipe.{_list(changes)}"
+
+
+def _made(run: Run, recipe: str) -> str:
+    facts, settings = run.facts, run.recipe.get("run", {})
+    times = [event["time"] for event in run.events if "time" in event]
+    count = facts.get("processes", 1)
+    rows = {
+        "network": f"{run.model}: {run.operator}, {run.parameters:,} parameters",
+        "learnt from": f"{facts.get('train_images', 0):,} images of {run.data}, {len(run.classes):,} classes",
+        "scored on": f"{facts.get('eval_images', 0):,} images: {run.seen}" if run.evaluated else "nothing",
+        "steps": f"{run.steps[-1]['step']:,} of {facts.get('steps', 0):,}" if run.steps else "none",
+        "begun, and how long": f"{when(times[0])}, {in_time(times[-1] - times[0])} with all pauses" if times else "?",
+        "checkpoints": str(run.checkpoints),
+        "device": f"{printable(facts.get('device', '?'))}; {count} process{'es' * (count != 1)}",
+        "images": printable(facts.get("path", "?")),
+        "seed, mixed precision": f"{settings.get('seed', '?')}, {printable(settings.get('amp', '?'))}",
+        "versions": printable(", ".join(f"{name} {version}" for name, version in (facts.get("versions") or {}).items())),
+        "recipe, sha256": printable(facts.get("recipe", "?")),
+    }
+    text = "\n".join(map(printable, recipe.splitlines()))
+    return (
+        table(("what", "value"), list(rows.items()))
+        + '<details style="margin:16px 0"><summary>The recipe, every key of it</summary>'
+        f'<div class="scroll"><pre>{escape(text)}</pre></div></details>'
+        '<p class="note">Numbers: <code>journal.jsonl</code> beside this page. Network: <code>final/</code>, for '
+        "<code>dmst.load_model</code>.</p>"
+    )
+
+
+def _list(lines: Iterable[str]) -> str:
+    inside = "".join(f"<li>{line}</li>" for line in lines)
+    return f'<ul style="overflow-wrap:anywhere">{inside}</ul>' if inside else ""

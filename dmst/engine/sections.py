@@ -1,0 +1,246 @@
+"""What a recipe is: sections of plain values, each key with its default, its rule and what it does; then rules between keys.
+
+    [promise]   what it reproduces, by which command, on what, how long, which number; all text
+    [model]     which network                            [optim]     how weights are stepped
+    [data]      which images                             [schedule]  how long, and the learning rate over that time
+    [augment]   how they are changed in training         [run]       batch, seed, precision, what is kept
+
+Keys keep timm's words where timm has one. [augment] is stated beside the code that does it, dmst/data/augment.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from dmst.data.augment import Augment
+from dmst.engine import toml
+from dmst.errors import ConfigError, OptionError
+from dmst.models.config import ModelConfig
+from dmst.models.zoo import model_config
+from dmst.settings import REQUIRED, Settings, setting
+
+MOST = 1_000_000_000  # of anything that is counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise(Settings):
+    reproduces: str = setting("", "which table or figure, and what is assumed where the source is silent")
+    command: str = setting("", "how it is run")
+    hardware: str = setting("", "on what")
+    time: str = setting("", "how long that takes")
+    expected: str = setting("", "the published number, with its source")
+    obtained: str = setting("not yet run", "the number measured with this recipe, where and when")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Settings):
+    name: str = setting(REQUIRED, "a name of `dmst models`")
+    init_from: str = setting("", "folder of a saved model to start from; its classifier is replaced if the classes differ")
+    options: dict[str, Any] = setting({}, "fields of the model and options of its operator: drop_path_rate, mode, ...")  # noqa: RUF009
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Settings):
+    name: str = setting(REQUIRED, "a dataset by name, or a folder of class folders")
+    eval: str = setting("test", "split that is evaluated; empty: none", choices=("test", "train", ""))
+    holdout: float = setting(
+        0.0, "share of the training images held out, chosen by hash, and evaluated instead", low=0, below=1
+    )
+    image_size: int = setting(0, "side in pixels; 0: the model's", low=0, high=8192)
+    path: str = setting("auto", "images held on the device, or read by workers", choices=("auto", "resident", "workers"))
+    on_bad_image: str = setting("fail", "what an image that cannot be read does", choices=("fail", "skip"))
+    scan: str = setting("full", "look at every image before the first step", choices=("full", "none"))
+    crop_pct: float = setting(0.0, "share of the side that evaluation's centre crop keeps; 0: the model's", low=0, high=1)
+    limit: int = setting(0, "first so many training images, by hash; 0: all", low=0, high=MOST)
+
+    @property
+    def evaluated(self) -> str:
+        """What is evaluated: "holdout", a split, or "" for nothing."""
+        return "holdout" if self.holdout else self.eval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim(Settings):
+    opt: str = setting("adamw", "muon steps the matrices of the blocks, adamw the rest", choices=("adamw", "muon"))
+    lr: float = setting(REQUIRED, "peak learning rate", above=0)
+    matrix_lr: float = setting(0.0, "the same for the matrices that muon steps", low=0)
+    weight_decay: float = setting(0.05, "decoupled from the gradient", low=0)
+    beta1: float = setting(0.9, "decay of the mean gradient", low=0, below=1)
+    beta2: float = setting(0.999, "decay of the mean squared gradient", low=0, below=1)
+    eps: float = setting(1e-8, "added to the root of the mean square", above=0)
+    clip_grad: float = setting(0.0, "largest norm of all gradients together; 0: no limit", low=0)
+    smoothing: float = setting(0.0, "label smoothing", low=0, below=1)
+    model_ema: float = setting(0.0, "decay of the running mean of the weights; 0: none is kept", low=0, below=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Settings):
+    epochs: int = setting(REQUIRED, "passes over the training images", low=1, high=MOST)
+    warmup_epochs: float = setting(0.0, "epochs of linear rise from warmup_lr", low=0)
+    warmup_lr: float = setting(0.0, "learning rate at the start of the rise", low=0)
+    min_lr: float = setting(0.0, "learning rate at the end of the cosine", low=0)
+    sched: str = setting("cosine", "after the rise", choices=("cosine", "constant"))
+    base_batch: int = setting(0, "if not 0, lr and matrix_lr are multiplied by batch_size / base_batch", low=0, high=MOST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Settings):
+    batch_size: int = setting(REQUIRED, "images of one step, over all processes and micro-steps", low=1, high=MOST)
+    accumulate: int = setting(1, "micro-steps of one step", low=1, high=MOST)
+    seed: int = setting(0, "decides weights, order and augmentation", low=0, high=2**32 - 1)
+    amp: str = setting("none", "lower precision of the forward pass", choices=("none", "bf16", "fp16"))
+    compile: bool = setting(False, "torch.compile")
+    graph: bool = setting(False, "record the step as a CUDA graph")
+    channels_last: bool = setting(False, "memory layout of images")
+    grad_checkpointing: bool = setting(False, "compute activations again in the backward pass instead of keeping them")
+    deterministic: bool = setting(False, "only algorithms that repeat to the bit")
+    eval_every: int = setting(1, "epochs from one evaluation to the next", low=1, high=MOST)
+    eval_batch_size: int = setting(0, "images at a time in evaluation; 0: batch_size", low=0, high=MOST)
+    save_every: int = setting(0, "steps from one checkpoint to the next; 0: at every evaluation", low=0, high=MOST)
+    keep: int = setting(2, "newest checkpoints kept", low=2, high=MOST)
+    final: str = setting("auto", "weights in final/; auto: ema where there is one", choices=("auto", "model", "ema"))
+
+
+SECTIONS: dict[str, type[Settings]] = {
+    "promise": Promise, "model": Model, "data": Data, "augment": Augment, "optim": Optim, "schedule": Schedule, "run": Run,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides a run."""
+
+    promise: Promise = field(default_factory=Promise)
+    model: Model
+    data: Data
+    augment: Augment = field(default_factory=Augment)
+    optim: Optim
+    schedule: Schedule
+    run: Run
+
+    def __post_init__(self) -> None:
+        for keys, holds, reason in RULES:
+            if not holds(self):
+                values = ", ".join(f"{key} is {toml.write_value(self._get(key))}" for key in keys.split())
+                raise ConfigError("", keys.split()[0], f"{values}: {reason}.")
+        for option in self.model.options.keys() & ELSEWHERE.keys():
+            raise ConfigError("", f"model.options.{option}", f"model.options.{option} is no option here: {ELSEWHERE[option]}.")
+        with reported("", "model.name"):
+            config = model_config(self.model.name)
+        with reported("", "model.options"):
+            config = config.change(**self.model.options)
+        with reported("", "data.image_size"):
+            config.change(**self._image_size())
+
+    def model_config(self, num_classes: int | None = None, in_chans: int | None = None) -> ModelConfig:
+        """The network; classes and channels are those of the data, the named model's where not given."""
+        known = {"num_classes": num_classes, "in_chans": in_chans}
+        given = {key: value for key, value in known.items() if value is not None}
+        return model_config(self.model.name, **self.model.options, **self._image_size(), **given)
+
+    @property
+    def lr_scale(self) -> float:
+        """What lr and matrix_lr are multiplied by; warmup_lr and min_lr are not."""
+        return self.run.batch_size / self.schedule.base_batch if self.schedule.base_batch else 1.0
+
+    def to_toml(self) -> str:
+        """Every key with its value; `from_toml` gives the same recipe back."""
+        return toml.write(self.tables())
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the text without the promise, which changes no run."""
+        return hashlib.sha256(toml.write(self.tables(promise=False)).encode()).hexdigest()
+
+    def tables(self, promise: bool = True) -> dict[str, dict[str, Any]]:
+        """Plain values in the order of the sections, flat: the options of the model follow it as "model.options"."""
+        tables: dict[str, dict[str, Any]] = {}
+        for name, section in SECTIONS.items():
+            if promise or name != "promise":
+                tables[name] = {key: self._get(f"{name}.{key}") for key in section.rules()}
+            if name == "model":
+                tables["model.options"] = dict(sorted(tables[name].pop("options").items()))
+        return tables
+
+    def _get(self, key: str) -> Any:
+        section, _, name = key.partition(".")
+        return getattr(getattr(self, section), name)
+
+    def _image_size(self) -> dict[str, int]:
+        return {"img_size": self.data.image_size} if self.data.image_size else {}
+
+
+# keys that a message shows, the one at fault first; what must hold; what is said where it does not
+RULES: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
+    ("data.name", lambda r: r.data.name != "", "it must be the name of a dataset, or a folder"),
+    ("run.accumulate run.batch_size", lambda r: r.run.batch_size % r.run.accumulate == 0, "the first must divide the second"),
+    (
+        "schedule.warmup_epochs schedule.epochs",
+        lambda r: r.schedule.warmup_epochs <= r.schedule.epochs,
+        "the warm-up must end before the run does",
+    ),
+    (
+        "schedule.min_lr optim.lr schedule.base_batch run.batch_size",
+        lambda r: r.schedule.min_lr <= r.optim.lr * r.lr_scale,
+        "the least learning rate must be at most the peak (which batch_size / base_batch scales, where there is a base)",
+    ),
+    (
+        "schedule.warmup_lr optim.lr schedule.base_batch run.batch_size",
+        lambda r: r.schedule.warmup_lr <= r.optim.lr * r.lr_scale,
+        "the warm-up must rise to the peak (which batch_size / base_batch scales, where there is a base)",
+    ),
+    (
+        "optim.matrix_lr optim.opt",
+        lambda r: r.optim.opt != "muon" or r.optim.matrix_lr > 0,
+        "muon needs one of its own, as 0.02",
+    ),
+    (
+        "run.final optim.model_ema",
+        lambda r: r.run.final != "ema" or r.optim.model_ema > 0,
+        "no running mean is kept; set model_ema, as 0.999",
+    ),
+    (
+        "run.graph run.amp",
+        lambda r: not (r.run.graph and r.run.amp == "fp16"),
+        "the loss scaler of fp16 may skip a step, which a recorded one cannot; use bf16",
+    ),
+    (
+        "data.holdout data.eval",
+        lambda r: not r.data.holdout or r.data.eval != "",
+        "what is held out would never be looked at; leave eval as it is, holdout is evaluated instead",
+    ),
+    (
+        "run.batch_size run.accumulate augment.mixup augment.cutmix",
+        lambda r: not r.augment.mixes or r.run.batch_size // r.run.accumulate % 2 == 0,
+        "images are mixed two by two, so a micro-step needs an even number of them",
+    ),
+    (
+        "data.limit run.batch_size",
+        lambda r: not r.data.limit or r.data.limit >= r.run.batch_size,
+        "too few images for one step",
+    ),
+)
+# fields of a ModelConfig that a recipe states in another place
+ELSEWHERE = {
+    "name": "it is model.name",
+    "img_size": "it is data.image_size",
+    "num_classes": "the data decides",
+    "in_chans": "the data decides",
+    "self": "none has this name",
+    "operator_options": "write them one by one, beside the others",
+}
+
+
+@contextmanager
+def reported(source: str, where: str) -> Iterator[None]:
+    """A rule broken inside becomes a ConfigError of this place; one that names its file already passes."""
+    try:
+        yield
+    except ConfigError as error:
+        raise (error if error.file else ConfigError(source, error.where, error.reason)) from error.__cause__
+    except OptionError as error:
+        raise ConfigError(source, where, str(error)) from error

@@ -1,0 +1,576 @@
+"""Recipes: what ships says what its sources say, what is written comes back exactly, what breaks a rule is refused by name."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import MISSING, Field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dmst.data.augment import Augment
+from dmst.engine import toml
+from dmst.engine.recipe import Recipe, differences, from_toml, help_text, list_recipes, read_recipe
+from dmst.engine.sections import RULES, SECTIONS, Promise
+from dmst.errors import ConfigError, OptionError
+from dmst.models.vision import VisionModel
+from dmst.settings import TEXT, rule_in_words
+
+SHIPPED = list_recipes()
+BASE = """
+[model]
+name = "dmst_cifar"
+[data]
+name = "cifar10"
+[optim]
+lr = 1e-3
+[schedule]
+epochs = 7
+[run]
+batch_size = 12
+"""
+KEYS = [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.rules()]
+
+
+def base(*overrides: str) -> Recipe:
+    return read_recipe("cifar10", overrides)
+
+
+# --- what ships ------------------------------------------------------------------------------------------------------
+
+# reference.md 6, columns "ToST code default" and "ToST README", "paper"; the keys that they share, then those that differ
+PRETRAINING = {
+    "optim.opt": "adamw", "optim.weight_decay": 0.05, "optim.beta1": 0.9, "optim.beta2": 0.999, "optim.eps": 1e-8,
+    "optim.clip_grad": 0, "optim.smoothing": 0.1, "optim.model_ema": 0.99996, "schedule.epochs": 400,
+    "schedule.sched": "cosine", "schedule.warmup_epochs": 5, "schedule.warmup_lr": 1e-6, "schedule.min_lr": 1e-5,
+    "augment.mixup": 0.8, "augment.cutmix": 1.0, "augment.mixup_prob": 1.0, "augment.mixup_switch_prob": 0.5,
+    "augment.mixup_mode": "batch", "augment.aa": "rand-m9-mstd0.5-inc1", "augment.interpolation": "bicubic",
+    "augment.reprob": 0.25, "augment.repeats": 3, "augment.flip": 0.5, "augment.resized_crop": 0.08,
+    "run.amp": "fp16", "run.seed": 0, "run.final": "model", "run.accumulate": 1, "data.name": "imagenet",
+}  # fmt: skip
+# reference.md 7: the paper's column, and ToST's where the paper is silent
+FINE_TUNING = {
+    "optim.opt": "adamw", "optim.lr": 1e-3, "optim.weight_decay": 5e-2, "run.batch_size": 256, "schedule.epochs": 200,
+    "data.image_size": 224, "data.crop_pct": 1.0, "augment.resized_crop": 0.08, "augment.flip": 0.5, "augment.reprob": 0,
+    "augment.mixup": 0, "augment.cutmix": 0, "optim.smoothing": 0, "optim.model_ema": 0, "schedule.sched": "cosine",
+    "schedule.warmup_epochs": 0, "schedule.min_lr": 0, "schedule.base_batch": 0, "model.options.drop_path_rate": 0,
+    "model.name": "dmst_tiny", "model.init_from": "runs/imagenet_dmst_tiny/final",
+}  # fmt: skip
+ABLATION = {"model.name": "dmst_cifar", "model.options.operator": "dmsa", "data.image_size": 0, "data.crop_pct": 0}
+PEAK = "the learning rate in effect"
+TABLE: dict[str, dict[str, Any]] = {
+    **{
+        f"imagenet_{family}_{size}": PRETRAINING
+        | {"model.name": f"{family}_{size}", "model.options.drop_path_rate": drop, PEAK: peak, "run.batch_size": batch}
+        for size, drop in (("tiny", 0.0), ("small", 0.05))
+        for family, peak, batch in (("dmst", 2e-4, 512), ("tost", 1e-3, 1024))
+    },
+    **{
+        f"finetune_{name}": FINE_TUNING | {"data.name": name, PEAK: 1e-3}
+        for name in ("cifar10", "cifar100", "pets", "food101", "svhn")
+    },
+    "ablation_cifar10": ABLATION | {"data.name": "cifar10"},
+    "ablation_svhn": ABLATION | {"data.name": "svhn", "augment.flip": 0},
+    "cifar10": {"model.name": "dmst_cifar", "data.name": "cifar10", "run.amp": "bf16"},
+    "finetune": {"model.name": "dmst_small", "augment.flip": 0.5, "augment.mixup": 0},
+    # dmst/demo/training.py
+    "digits": {
+        "model.name": "dmst_digits", "data.name": "digits", "optim.opt": "muon", "optim.lr": 0.01, "optim.matrix_lr": 0.05,
+        "optim.weight_decay": 0.05, "optim.beta1": 0.9, "optim.beta2": 0.99, "optim.smoothing": 0.1, "optim.clip_grad": 1,
+        "schedule.epochs": 16, "schedule.warmup_epochs": 1.6, "schedule.warmup_lr": 0, "schedule.min_lr": 0,
+        "augment.rotate": 12, "augment.zoom": 0.12, "augment.shift": 1, "run.batch_size": 64, "run.seed": 0,
+    },
+}  # fmt: skip
+# reference.md 10: what the promise must quote, DMST-T and DMST-S or the model of the recipe
+QUOTED = {
+    "imagenet_dmst_tiny": ["66.87", "67.3"], "imagenet_dmst_small": ["78.98", "77.9"], "imagenet_tost_tiny": ["67.3", "65.42"],
+    "imagenet_tost_small": ["77.9", "77.90"], "finetune_cifar10": ["94.04", "95.86"], "finetune_cifar100": ["77.23", "83.53"],
+    "finetune_pets": ["82.44", "83.40"], "finetune_food101": ["82.64", "83.82"], "finetune_svhn": ["90.68", "91.26"],
+    "ablation_cifar10": ["61.59", "62.40", "62.62", "63.13", "60.92", "61.27", "61.11", "61.30"],
+    "ablation_svhn": ["85.55", "86.25", "87.42", "87.09"],
+}  # fmt: skip
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    values = {f"{name}.{key}": value for name, table in recipe.tables().items() for key, value in table.items()}
+    return values | {PEAK: recipe.optim.lr * recipe.lr_scale}
+
+
+def test_the_table_names_every_recipe() -> None:
+    assert sorted(TABLE) == sorted(SHIPPED)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_shipped(name: str) -> None:
+    recipe = SHIPPED[name]
+    values = flat(recipe)
+    assert {key: values[key] for key in TABLE[name]} == TABLE[name]
+    assert read_recipe(name) == recipe == from_toml(recipe.to_toml(), "again")
+    model = VisionModel(recipe.model_config(num_classes=11), device="meta")
+    assert model.num_classes == 11 and model.config.drop_path_rate == recipe.model.options.get("drop_path_rate", 0)
+    promise = recipe.promise
+    assert all([promise.reproduces, promise.command, promise.hardware, promise.time, promise.expected])
+    assert f"train {name} " in f"{promise.command} " and promise.obtained
+    assert all(number in promise.expected for number in QUOTED.get(name, ["no published number"]))
+
+
+def test_tokens() -> None:
+    """The ablation's network sees 8 x 8 patches, the fine-tuned ones 14 x 14."""
+    assert SHIPPED["ablation_svhn"].model_config().grid == (8, 8) and SHIPPED["finetune_pets"].model_config().grid == (14, 14)
+
+
+def test_the_model_of_a_recipe() -> None:
+    recipe = base("model.options.operator=tssa", "data.image_size=48", "model.options.mlp_ratio=2")
+    config = recipe.model_config(num_classes=23, in_chans=1)
+    assert (config.operator, config.img_size, config.num_classes, config.in_chans) == ("tssa", (48, 48), 23, 1)
+    assert (config.mlp_ratio, config.drop_path_rate, recipe.model_config().num_classes) == (2, 0.1, 10)
+
+
+# --- refused: reliability.md 2.8, 3.10 -------------------------------------------------------------------------------
+
+HOSTILE: dict[str, tuple[Any, str, str]] = {  # text or a change of the least recipe; the place; part of the reason
+    "unknown key": (("lr = 1e-3", "lr = 1e-3\nmomentun = 0.9"), "optim.momentun", "unknown key of [optim] 'momentun'"),
+    "near key": (("epochs", "epoch"), "schedule.epoch", "Did you mean 'epochs'?"),
+    "unknown section": (("[optim]", "[optimizer]"), "optimizer", "Did you mean 'optim'?"),
+    "no section": (("[model]", "augment = 3\n[model]"), "augment", "augment must be a section"),
+    "array of tables": (("[optim]", "[[optim]]"), "optim", "optim must be a section"),
+    "missing key": (("lr = 1e-3", ""), "optim.lr", "optim.lr is missing"),
+    "missing section": (("[run]\nbatch_size = 12", ""), "run.batch_size", "run.batch_size is missing"),
+    "text for a number": (("1e-3", '"1e-3"'), "optim.lr", "it must be a number"),
+    "true for a number": (("= 12", "= true"), "run.batch_size", "it must be a whole number"),
+    "float for a whole number": (("= 12", "= 12.0"), "run.batch_size", "it must be a whole number"),
+    "date for text": (('"cifar10"', "2026-01-02"), "data.name", "it must be text"),
+    "array for text": (('"cifar10"', '["cifar10"]'), "data.name", "it must be text"),
+    "nan": (("1e-3", "nan"), "optim.lr", "optim.lr is nan"),
+    "1e999": (("1e-3", "1e999"), "optim.lr", "optim.lr is inf"),
+    "giant whole number": (("= 12", "= 0x" + "f" * 900), "run.batch_size", "from 1 to 1,000,000,000"),
+    "5,000 digits": (("= 12", "= " + "9" * 5000), "line 11", "the line has"),
+    "1,000 digits for a float": (("1e-3", "9" * 1000), "optim.lr", "it must be a number"),
+    "below its range": (("= 7", "= 0"), "schedule.epochs", "schedule.epochs is 0"),
+    "duplicate key": (("lr = 1e-3", "lr = 1e-3\nlr = 2e-3"), "line 8", "Cannot overwrite a value"),
+    "duplicate section": (("[run]", "[optim]\n[run]"), "line 10", "Cannot declare"),
+    "nested 900 deep": (("1e-3", "[" * 900 + "]" * 100), "", "deeper than 8 levels"),
+    "nested 9 deep": (("1e-3", "[" * 8 + "]" * 8), "optim", "deeper than 8 levels"),
+    "nested 8 deep": (("1e-3", "[" * 7 + "]" * 7), "optim.lr", "it must be a number"),
+    "20,000-part key": (("lr", "a" + ".a" * 20_000), "line 7", "the line has"),
+    "500-part keys": (("lr = 1e-3", "\n".join(f"k{i}{'.a' * 490} = 1" for i in range(64))), "", "more than 1,000 dots"),
+    "5-part keys": (("lr = 1e-3", "\n".join(f"k{i}.a.a.a.a = 1" for i in range(3500))), "", "more than 1,000 dots"),
+    "parts after a quote": (("lr = 1e-3", 3 * (r'"\"".' + "a." * 400 + 'a = "x"\n')), "", "more than 1,000 dots"),
+    "one 500-part key": (("lr = 1e-3", "k" + ".a" * 500 + " = 1"), "optim", "deeper than 8 levels"),
+    "990 keys": (("lr = 1e-3", "\n".join(f"k{i} = 1.5" for i in range(990))), "optim.k0", "unknown key"),
+    "10 MB": ("x = 1\n" * 1_700_000, "", "more than 65,536 bytes"),
+    "byte order mark": (("\n[model]", "\ufeff[model]"), "line 1", "byte order mark"),
+    "no TOML": (("lr = 1e-3", "lr: 1e-3"), "line 7", "it is not TOML"),
+    "empty": ("", "model.name", "model.name is missing"),
+    "half a character": (('"cifar10"', '"\udcff"'), "line 5", "not UTF-8"),
+    "zero byte": (('"cifar10"', '"a\\u0000b"'), "data.name", "without control characters"),
+    "too long": (('"cifar10"', '"""' + 60 * ("a" * 900 + "\n") + '"""'), "data.name", "at most 480 bytes"),
+    "..": (("lr = 1e-3", "..lr = 1e-3"), "line 7", "it is not TOML"),
+    "unknown model": (('"dmst_cifar"', '"../dmst_cifar"'), "model.name", "Did you mean 'dmst_cifar'?"),
+    "unknown option": (("[data]", "[model.options]\nmod = 1\n[data]"), "model.options", "Did you mean 'mode'?"),
+    "option of Python": (("[data]", "[model.options]\nself = 1\n[data]"), "model.options.self", "no option"),
+    "infinite option": (("[data]", "[model.options]\nmlp_ratio = inf\n[data]"), "model.options", "mlp_ratio is inf"),
+    "nested option": (("[data]", "[model.options]\na.b = 1\n[data]"), "model.options", "model.options.a is {'b': 1}"),
+    "what the data decides": (("[data]", "options.num_classes = 3\n[data]"), "model.options.num_classes", "data decides"),
+    "heads do not divide": (("[data]", "options.num_heads = 5\n[data]"), "model.options", "192"),
+    "patches do not fit": (("[optim]", "image_size = 30\n[optim]"), "data.image_size", "not a multiple of the patch size 4"),
+    "interpolation": (('"cifar10"', '"${HOME}"\nscan = "$SCAN"'), "data.scan", "unknown data.scan '$SCAN'"),
+    "augmentation": (("[optim]", '[augment]\naa = "rand-m14-n2"\n[optim]'), "augment", "aa is 'rand-m14-n2'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile(case: str) -> None:
+    change, where, reason = HOSTILE[case]
+    text = change if isinstance(change, str) else BASE.replace(*change, 1)
+    assert text != BASE
+    begun = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        from_toml(text, "my.toml")
+    assert time.process_time() - begun < 0.5
+    error = caught.value
+    assert (error.file, error.where) == ("my.toml", where) and reason in error.reason and isinstance(error, OptionError)
+    assert len(str(error)) < 3000 and str(error).startswith("my.toml")
+
+
+def test_hostile_cases_are_hostile_by_one_change_only() -> None:
+    assert from_toml(BASE, "my.toml").optim.lr == 1e-3
+
+
+RULE_BREAKERS = [
+    (["data.name="], "data.name"),
+    (["run.accumulate=5"], "run.accumulate"),
+    (["schedule.warmup_epochs=100.5"], "schedule.warmup_epochs"),
+    (["schedule.min_lr=1.5e-3"], "schedule.min_lr"),
+    (["schedule.min_lr=9e-4", "schedule.base_batch=512"], "schedule.min_lr"),
+    (["schedule.warmup_lr=1.5e-3"], "schedule.warmup_lr"),
+    (["optim.opt=muon"], "optim.matrix_lr"),
+    (["run.final=ema", "optim.model_ema=0"], "run.final"),
+    (["run.graph=true", "run.amp=fp16"], "run.graph"),
+    (["data.holdout=0.1", "data.eval="], "data.holdout"),
+    (["run.batch_size=36", "run.accumulate=12"], "run.batch_size"),
+    (["data.limit=255"], "data.limit"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "where"), RULE_BREAKERS, ids=[where for _, where in RULE_BREAKERS])
+def test_rules_between_keys(overrides: list[str], where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        base(*overrides)
+    assert caught.value.where == where and caught.value.reason.startswith(f"{where} is ")
+    assert caught.value.file == "recipe cifar10"
+
+
+def test_every_rule_is_broken_above_and_kept_at_its_edge() -> None:
+    assert {keys.split()[0] for keys, _, _ in RULES} == {where for _, where in RULE_BREAKERS}
+    for edge in (
+        ["run.accumulate=128"],
+        ["schedule.warmup_epochs=100"],
+        ["schedule.min_lr=1e-3"],
+        ["schedule.min_lr=1.5e-3", "schedule.base_batch=128"],
+        ["optim.opt=muon", "optim.matrix_lr=0.02"],
+        ["run.final=ema"],
+        ["run.graph=true"],
+        ["data.holdout=0.1"],
+        ["run.accumulate=256", "augment.mixup=0", "augment.cutmix=0"],
+        ["data.limit=256"],
+    ):
+        assert differences(base(), base(*edge)), edge
+
+
+def test_a_recipe_made_in_python_is_checked_alike() -> None:
+    recipe = base()
+    with pytest.raises(OptionError, match="keep is 1: it must be a whole number from 2 to"):
+        replace(recipe.run, keep=1)
+    with pytest.raises(ConfigError, match=r"^run\.accumulate is 3, run\.batch_size is 256: the first must divide"):
+        replace(recipe, run=replace(recipe.run, accumulate=3))
+
+
+def test_what_is_evaluated() -> None:
+    told = [base(*overrides).data.evaluated for overrides in ([], ["data.holdout=0.1"], ["data.eval="], ["data.eval=train"])]
+    assert told == ["test", "holdout", "", "train"]
+
+
+# --- where recipes come from -----------------------------------------------------------------------------------------
+
+
+def test_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(BASE.replace("\n", "\r\n").encode())
+    assert read_recipe(path) == read_recipe(str(path)) == from_toml(BASE, "x")
+    path.write_text(BASE.replace("12", "-12"))
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(path, ["optim.lr=1.0"])
+    assert (caught.value.file, caught.value.where) == (str(path), "run.batch_size")
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+NO_FILES: dict[str, Callable[[Path], Any]] = {"nothing": lambda path: None, "a folder": Path.mkdir, "a pipe": fifo}
+
+
+@pytest.mark.parametrize("what", NO_FILES)
+def test_no_file(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    NO_FILES[what](path)
+    with pytest.raises(ConfigError, match="there is no such file") as caught:
+        read_recipe(path)
+    assert caught.value.file == str(path)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000 + ".toml", "a\0b.toml"])
+def test_no_name_of_a_file(name: str) -> None:
+    with pytest.raises(ConfigError):
+        read_recipe(name)
+
+
+def test_a_file_without_end_is_read_no_further_than_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "big.toml"
+    path.touch()
+    os.truncate(path, 1 << 40)  # a hole: a terabyte to read, nothing on the disk
+    with pytest.raises(ConfigError, match="more than 65,536 bytes"):
+        read_recipe(path)
+
+
+@pytest.mark.parametrize("name", ["digit", "../recipes/digits", "digits/..", "", "DIGITS"])
+def test_unknown_recipe(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown recipe .* Or give the path of a \.toml file") as caught:
+        read_recipe(name)
+    assert name != "digit" or "Did you mean 'digits'?" in caught.value.reason
+
+
+OVERRIDES = {  # what is written, and the line of `differences`
+    "optim.lr=2e-4": "optim.lr: 0.001 -> 0.0002",
+    "optim.lr = 2": "optim.lr: 0.001 -> 2.0",
+    "run.batch_size=1_024": "run.batch_size: 256 -> 1024",
+    "run.compile=true": "run.compile: false -> true",
+    "run.amp=none": 'run.amp: "bf16" -> "none"',
+    "run.amp='none'": 'run.amp: "bf16" -> "none"',
+    "data.name=123": 'data.name: "cifar10" -> "123"',
+    "data.name=true": 'data.name: "cifar10" -> "true"',
+    "data.name=/a folder/b=c #1": 'data.name: "cifar10" -> "/a folder/b=c #1"',
+    'data.name="\\u00e9"': 'data.name: "cifar10" -> "é"',
+    "data.eval=": 'data.eval: "test" -> ""',
+    "model.options.drop_path_rate=0.25": "model.options.drop_path_rate: 0.1 -> 0.25",
+    "model.options.mode=equation": 'model.options.mode: not set -> "equation"',
+    "model.options.rotary='2d'": 'model.options.rotary: not set -> "2d"',
+    "model.options.qkv_bias=false": "model.options.qkv_bias: not set -> false",
+    "model.options={}": "model.options.drop_path_rate: 0.1 -> not set",
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_overrides(override: str) -> None:
+    assert differences(base(), base(override)) == [OVERRIDES[override]]
+
+
+def test_overrides_in_order_and_together() -> None:
+    changed = base(
+        "schedule.epochs=90", "optim.lr=1", "optim.lr=3e-3", "model.options.drop_path_rate=0.3", "model.options.mode=equation"
+    )
+    assert differences(base(), changed) == [
+        "model.options.drop_path_rate: 0.1 -> 0.3",
+        'model.options.mode: not set -> "equation"',
+        "optim.lr: 0.001 -> 0.003",
+        "schedule.epochs: 100 -> 90",
+    ]
+
+
+BAD_OVERRIDES = {
+    "optim.lr": ("", "section.key=value"),
+    "=": ("", "section.key=value"),
+    "lr=1": ("", "section.key=value"),
+    "optim.=1": ("", "section.key=value"),
+    "optim..lr=1": ("optim.", "unknown key"),
+    "optim.lrr=.1": ("optim.lrr", "Did you mean 'lr'?"),
+    "optimiser.lr=1": ("optimiser", "Did you mean 'optim'?"),
+    "optim.lr=.1": ("optim.lr", "'.1' is no value of TOML"),
+    "optim.lr=": ("optim.lr", "'' is no value"),
+    "optim.lr=fast": ("optim.lr", "'fast' is no value"),
+    "optim.lr=1\n[run]\nseed=3": ("optim.lr", "is no value"),
+    "optim.lr=nan": ("optim.lr", "optim.lr is nan"),
+    "optim.lr=-0.1": ("optim.lr", "above 0"),
+    "optim.lr.x=1": ("optim.lr.x", "no table"),
+    "run.compile=1": ("run.compile", "it must be true or false"),
+    "run.compile=True": ("run.compile", "'True' is no value"),
+    "run.amp=fp8": ("run.amp", "Did you mean 'fp16'?"),
+    "data.name=\udcff": ("data.name", "it must be text"),
+    "data.name='a": ("data.name", "is no value"),
+    "model.options=3": ("model.options", "it must be a table"),
+    "model.options.rotary=2d": ("model.options.rotary", "is no value"),
+    "optim.smoothing=1": ("optim.smoothing", "of at least 0 and below 1"),
+    "optim.lr=0": ("optim.lr", "a number above 0"),
+    "optim.weight_decay=inf": ("optim.weight_decay", "weight_decay is inf"),
+    "data.image_size=8193": ("data.image_size", "from 0 to 8,192"),
+    "data.name=a\x7fb": ("data.name", "without control characters"),
+    "model.options.mlp_ratio=9223372036854775808": ("model.options", "model.options.mlp_ratio is 9223372036854775808"),
+    "run.seed=" + "9" * 5000: ("", "section.key=value"),
+}
+
+
+@pytest.mark.parametrize("override", BAD_OVERRIDES, ids=ascii)
+def test_bad_overrides(override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        base(override)
+    where, reason = BAD_OVERRIDES[override]
+    assert caught.value.where == where and reason in caught.value.reason
+    assert str(caught.value).startswith(f"--set {override[:80]}") and len(str(caught.value)) < 1000
+
+
+# --- written and read again ------------------------------------------------------------------------------------------
+
+WORD = st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n\t\"\\'"), max_size=TEXT // 4)
+POLICIES = st.sampled_from(["", "rand-m9-mstd0.5-inc1", "rand-n3-p0.25"])
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "drop_path_rate": st.floats(0, 1), "mlp_ratio": st.integers(1, 9) | st.floats(0.5, 9), "qkv_bias": st.booleans(),
+        "rotary": st.sampled_from(["1d", "2d", "none"]), "operator": st.just("tpsusa"), "layer_scale": st.floats(-1e6, 1e6),
+    },
+)  # fmt: skip
+
+
+def values(name: str, rule: Field[Any]) -> st.SearchStrategy[Any]:
+    """What a field takes, from its own rule."""
+    told = rule.metadata
+    if name in ("model.name", "augment.aa", "model.options"):
+        return {"model.name": st.sampled_from(["dmst_tiny", "dmst_cifar"]), "augment.aa": POLICIES, "model.options": OPTIONS}[
+            name
+        ]
+    if told["choices"] is not None:
+        return st.sampled_from(told["choices"])
+    if rule.type == "int":
+        return st.integers(told["low"], min(told["high"], 2**31))
+    if rule.type == "float":
+        low, high = max(told["low"], told["above"]), min(told["high"], told["below"], 1e300)
+        return st.floats(low, high, exclude_min=low == told["above"], exclude_max=high == told["below"])
+    return st.booleans() if rule.type == "bool" else WORD
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    """Any recipe: the fields freely, then what the rules between them tie."""
+    tables = {
+        name: {key: draw(values(f"{name}.{key}", rule)) for key, rule in section.rules().items()}
+        for name, section in SECTIONS.items()
+    }
+    data, optim, plan, run = (tables[name] for name in ("data", "optim", "schedule", "run"))
+    run["accumulate"] = draw(st.integers(1, 1000))
+    run["batch_size"] = run["accumulate"] * 2 * draw(st.integers(1, 1000))
+    data["image_size"] = 16 * draw(st.integers(0, 40))
+    data["name"] = data["name"] or "pets"
+    data["holdout"] = data["holdout"] if data["eval"] else 0.0
+    data["limit"] = 0 if data["limit"] < run["batch_size"] else data["limit"]
+    plan["base_batch"] = plan["base_batch"] % 4096
+    peak = optim["lr"] * (run["batch_size"] / plan["base_batch"] if plan["base_batch"] else 1)
+    plan["min_lr"], plan["warmup_lr"] = min(plan["min_lr"], peak), min(plan["warmup_lr"], peak)
+    plan["warmup_epochs"] = min(plan["warmup_epochs"], plan["epochs"])
+    optim["matrix_lr"] = optim["matrix_lr"] or 0.5
+    run["final"] = "auto" if not optim["model_ema"] else run["final"]
+    run["graph"] = run["graph"] and run["amp"] != "fp16"
+    return Recipe(**{name: section(**tables[name]) for name, section in SECTIONS.items()})
+
+
+@given(recipes())
+@settings(max_examples=60)
+def test_round_trip(recipe: Recipe) -> None:
+    text = recipe.to_toml()
+    again = from_toml(text, "again")
+    assert again == recipe and again.to_toml() == text and again.digest == recipe.digest and differences(recipe, again) == []
+    plain = tomllib.loads(text)
+    options = plain["model"].pop("options")
+    assert plain | {"model.options": options} == recipe.tables()
+    assert all(
+        type(plain[name][key]) is type(value)
+        for name, table in recipe.tables().items()
+        if name in plain
+        for key, value in table.items()
+    )
+
+
+LONGEST = {
+    "quotes": '"' * TEXT, "lines": "\n" * TEXT, "dots": "." * TEXT, "both": '.\\".' * (TEXT // 4),
+    "three bytes": "語" * (TEXT // 3), "four bytes": "\U0001f600" * (TEXT // 4),
+}  # fmt: skip
+
+
+def test_dots_in_quotes_do_not_count() -> None:
+    dots = "'" + "." * TEXT + "'"
+    text = BASE + f'[promise]\nreproduces = {dots}\nexpected = {dots}\ntime = "\\"{"." * (TEXT - 1)}"\n'
+    assert text.count(".") > 1000 and from_toml(text, "dots").promise.expected == "." * TEXT
+
+
+@pytest.mark.parametrize("what", LONGEST)
+def test_the_longest_text_fits_on_a_line(what: str) -> None:
+    recipe = replace(base(), promise=Promise(expected=LONGEST[what]))
+    assert from_toml(recipe.to_toml(), "again") == recipe
+    with pytest.raises(OptionError, match="at most 480 bytes"):
+        Promise(expected=LONGEST[what] + "x")
+
+
+@given(
+    st.dictionaries(
+        WORD, st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | WORD
+    )
+)
+@settings(max_examples=60)
+def test_any_table_comes_back(table: dict[str, Any]) -> None:
+    again = tomllib.loads(toml.write({"a": table, "a.b-c": {}}))
+    assert again["a"].pop("b-c") == {} and repr(again["a"]) == repr(table)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), None, [1], b"x"], ids=repr)
+def test_what_is_no_plain_value_is_not_written(value: Any) -> None:
+    with pytest.raises(OptionError, match="cannot be written"):
+        toml.write({"a": {"b": value}})
+
+
+def another(key: str, recipe: Recipe) -> str:
+    """A value that `key` can take and does not have, as an override."""
+    name, _, field = key.partition(".")
+    rule, now = SECTIONS[name].rules()[field], getattr(getattr(recipe, name), field)
+    special = {
+        "model.name": "tost_cifar",
+        "augment.aa": "rand-m9",
+        "optim.model_ema": "0.5",
+        "run.accumulate": "2",
+        "data.limit": "512",
+    }
+    if key in special:
+        return special[key]
+    if rule.metadata["choices"] is not None:
+        return next(str(choice) for choice in rule.metadata["choices"] if choice != now)
+    if rule.type == "bool":
+        return "false" if now else "true"
+    return {"int": "64", "float": "1e-4", "str": "other", "dict[str, Any]": "{depth = 9}"}[str(rule.type)]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_changed_key_changes_the_digest_and_the_promise_does_not(key: str) -> None:
+    old = base("optim.matrix_lr=0.3")
+    new = base("optim.matrix_lr=0.3", f"{key}={another(key, old)}")
+    assert new != old
+    if key.startswith("promise."):
+        assert new.digest == old.digest and differences(old, new) == []
+    else:
+        assert new.digest != old.digest and [line.split(":")[0].startswith(key) for line in differences(old, new)] in (
+            [True],
+            [True] * 2,
+        )
+
+
+def test_a_digest_is_the_same_everywhere() -> None:
+    recipe = base()
+    assert recipe.digest == read_recipe("cifar10").digest and len(recipe.digest) == 64
+    told = [
+        base(*pair).digest
+        for pair in (
+            ["model.options.mode=equation", "model.options.rotary='2d'"],
+            ["model.options.rotary='2d'", "model.options.mode=equation"],
+        )
+    ]
+    assert told[0] == told[1]  # the order of options decides nothing
+
+
+# --- explained -------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_key() -> None:
+    lines = help_text().splitlines()
+    assert [line.split()[0] for line in lines] == KEYS
+    row = {line.split()[0]: line for line in lines}
+    assert row["optim.lr"].split(maxsplit=1)[1] == "required       a number above 0                        peak learning rate"
+    assert "adamw | muon" in row["optim.opt"] and '"adamw"' in row["optim.opt"] and "empty" in row["model.options"]
+    assert all(
+        rule.metadata["help"] and rule_in_words(rule) for section in SECTIONS.values() for rule in section.rules().values()
+    )
+
+
+def test_defaults_are_what_the_sections_say() -> None:
+    least = from_toml(BASE, "x")
+    for name, section in SECTIONS.items():
+        for key, rule in section.rules().items():
+            if rule.default is not MISSING:
+                assert f"{name}.{key}" in KEYS and BASE.count(f"\n{key} =") <= 2
+                told = tomllib.loads(BASE).get(name, {}).get(key, rule.default)
+                assert getattr(getattr(least, name), key) == told
+    assert least.augment == Augment() and least.model.options == {}
+
+
+def test_an_error_survives_another_process() -> None:
+    error = pickle.loads(pickle.dumps(ConfigError("my.toml", "optim.lr", "it is odd.")))
+    assert (error.file, error.where, error.reason, str(error)) == (
+        "my.toml",
+        "optim.lr",
+        "it is odd.",
+        "my.toml, optim.lr: it is odd.",
+    )
