@@ -1,0 +1,182 @@
+"""From stored pixels to a batch, on one device: everything of [augment] that is done to whole batches, as one pure function.
+
+    make(pixels, sample, position, epoch) -> (images, targets, labels, weight)
+
+pixels uint8 (n, c, h, w): the whole set on the resident path, or this batch as workers cut it. sample (b,): image + copy *
+2^40. position (b,): places in the order of the epoch. epoch: one number, as a tensor. Draws depend on these and the seed alone,
+no shape depends on data, and nothing waits for the device: `compiled` makes it a few kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dmst.data import chance, color, erasing, geometry, mixing
+from dmst.data.augment import Augment
+from dmst.data.batch import View
+from dmst.data.rand_augment import DRAWS, rand_augment, read_policy
+from dmst.errors import OptionError
+
+Made = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class BatchMaker:
+    def __init__(
+        self,
+        view: View,
+        augment: Augment,
+        labels: np.ndarray,
+        classes: int,
+        *,
+        seed: int,
+        batch_size: int,
+        device: torch.device,
+        bad: frozenset[int] = frozenset(),
+        crop_pct: float = 1.0,
+        resident: bool = True,
+        compiled: bool | str = False,
+    ) -> None:
+        self.view, self.augment, self.classes, self.batch_size = view, augment, classes, batch_size
+        self.crop_pct, self.resident, self.policy = crop_pct, resident, read_policy(augment.aa)
+        self.labels = torch.from_numpy(np.array(labels, np.int64)).to(device)
+        self.good = None
+        if bad:
+            self.good = torch.ones(len(labels))
+            self.good[sorted(bad)] = 0
+            self.good = self.good.to(device)
+        self.mean, self.std = (
+            torch.tensor(x, dtype=torch.float32, device=device)[None, :, None, None] for x in (view.mean, view.std)
+        )
+        self.fill = (self.mean * 255).round().clamp(0, 255)
+        self.draws = _Columns(self._plan(), seed, device)
+        self.noise, self.mix = (torch.tensor(chance.key(purpose, seed), device=device) for purpose in ("noise", "mix"))
+        self.steps = torch.arange(max(mixing.DRAWS, math.ceil(view.channels / 3) * view.size**2), device=device)
+        self.mixup = mixing.beta_quantiles(augment.mixup).to(device) if augment.mixup else None
+        self.cutmix = mixing.beta_quantiles(augment.cutmix).to(device) if augment.cutmix else None
+        self.make: Callable[[Tensor, Tensor, Tensor, Tensor], Made] = self._make
+        if compiled:
+            backend = compiled if isinstance(compiled, str) else "inductor"
+            self.make = torch.compile(self._make, fullgraph=True, dynamic=False, backend=backend)
+
+    def check(self, pixels: Tensor) -> None:
+        """Refuse pixels that this view or this padding cannot take."""
+        c, h, w = pixels.shape[1:]
+        check_channels(c, self.view.channels)
+        if self.augment.crop_padding >= min(h, w):
+            raise OptionError(
+                f"crop_padding is {self.augment.crop_padding}: images of {h} x {w} pixels reflect less than that."
+            )
+
+    def _plan(self) -> dict[str, int]:
+        """How many draws each part of the augmentation takes of a sample."""
+        augment = self.augment
+        return {
+            "crop": 2 * bool(augment.crop_padding),
+            "flip": 1 * bool(augment.flip),
+            "resized crop": geometry.BOX_DRAWS * bool(augment.resized_crop),
+            "turn": 4 * augment.moves,
+            "rand augment": DRAWS * self.policy.layers if self.policy else 0,
+            "color jitter": 3 * bool(augment.color_jitter and not self.policy),
+            "erase": erasing.ERASE_DRAWS * bool(augment.reprob),
+            "cutout": 2 * bool(augment.cutout),
+        }
+
+    def _make(self, pixels: Tensor, sample: Tensor, position: Tensor, epoch: Tensor) -> Made:
+        index = sample & (chance.COPY - 1)
+        rows = index if self.resident else torch.arange(len(sample), device=sample.device)
+        draws = self.draws(epoch, sample)
+        images = self._values(self._places(pixels, rows, draws), draws)
+        images = (images.to(torch.float32) / 255 - self.mean) / self.std
+        if self.augment.reprob:
+            noise = erasing.normal_noise(self.noise, epoch, sample, self.steps, *images.shape[1:])
+            images = erasing.erase(images, draws["erase"], noise, self.augment.reprob)
+        if self.augment.cutout:
+            images = erasing.cutout(images, draws["cutout"], self.augment.cutout)
+
+        labels = self.labels[index]
+        targets = (labels[:, None] == torch.arange(self.classes, device=labels.device)).to(torch.float32)
+        good = None if self.good is None else self.good[index]
+        if good is not None:
+            images = torch.where(good[:, None, None, None] > 0, images, 0.0)
+        if self.augment.mixes:
+            images, targets = self._mixed(images, targets, position, epoch, good)
+        return images, targets, labels, torch.ones_like(targets[:, 0]) if good is None else good
+
+    def _places(self, pixels: Tensor, rows: Tensor, draws: dict[str, Tensor]) -> Tensor:
+        """Crops, mirrors and moves: (b, channels, size, size) uint8."""
+        augment, view = self.augment, self.view
+        mirrored = draws["flip"][:, 0] < augment.flip if augment.flip else torch.zeros_like(rows, dtype=torch.bool)
+        if augment.crop_padding or augment.flip:
+            down = right = torch.zeros_like(rows)
+            if augment.crop_padding:
+                down, right = (geometry.integers(draws["crop"], 2 * augment.crop_padding + 1) - augment.crop_padding).unbind(1)
+            images = geometry.take(pixels, rows, down, right, mirrored)
+        else:
+            images = pixels[rows] if self.resident else pixels
+        if images.shape[1] < view.channels:
+            images = images.expand(-1, view.channels, -1, -1)
+        if not augment.moves:
+            return geometry.resize(images, view.size, self.crop_pct, augment.interpolation)
+
+        h, w = images.shape[-2:]
+        box: Tensor | tuple[float, float, float, float] = geometry.middle_box(h, w)
+        if augment.resized_crop:
+            box = geometry.resized_boxes(draws["resized crop"], h, w, augment.resized_crop)
+            left = torch.where(mirrored, w - box[:, 1] - box[:, 3], box[:, 1])  # workers cut before they mirror
+            box = torch.stack((box[:, 0], left, box[:, 2], box[:, 3]), 1)
+        turn = 2 * draws["turn"] - 1
+        return geometry.warp(
+            images,
+            box,
+            angle=turn[:, 0] * math.radians(augment.rotate),
+            scale=torch.exp(turn[:, 1] * math.log1p(augment.zoom)),
+            move=turn[:, 2:] * augment.shift,
+            size=view.size,
+            interpolation=augment.interpolation,
+        )
+
+    def _values(self, images: Tensor, draws: dict[str, Tensor]) -> Tensor:
+        """RandAugment, or else colour jitter."""
+        if self.policy is not None:
+            return rand_augment(images, draws["rand augment"], self.policy, self.fill, self.augment.interpolation)
+        if self.augment.color_jitter:
+            return color.color_jitter(images, draws["color jitter"], self.augment.color_jitter)
+        return images
+
+    def _mixed(
+        self, images: Tensor, targets: Tensor, position: Tensor, epoch: Tensor, good: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        augment = self.augment
+        unit = position[::2] // 2 if augment.mixup_mode == "pair" else position[:1] // self.batch_size
+        draws = chance.draw(self.mix, epoch, unit, self.steps[: mixing.DRAWS])
+        share, mean = mixing.shares(
+            draws, self.mixup, self.cutmix, augment.mixup_prob, augment.mixup_switch_prob, *images.shape[-2:]
+        )
+        return mixing.mix(images, targets, share, mean, augment.mixup_mode, good)
+
+
+def check_channels(stored: int, wanted: int) -> None:
+    if stored > wanted:
+        raise OptionError(
+            f"the images have {stored} channels and the model takes {wanted}: choose a model with in_chans={stored}. "
+            "(Grey images for a model of 3 channels are repeated.)"
+        )
+
+
+class _Columns:
+    """All draws of a sample at once, then apart: {purpose: (b, draws)}, the bits of `chance.uniform` for each purpose."""
+
+    def __init__(self, plan: dict[str, int], seed: int, device: torch.device) -> None:
+        keys = [chance.key(purpose, seed) for purpose, draws in plan.items() for _ in range(draws)]
+        steps = [step for draws in plan.values() for step in range(draws)]
+        self.plan = plan
+        self.keys, self.steps = (torch.tensor(x, dtype=torch.int64, device=device) for x in (keys, steps))
+
+    def __call__(self, epoch: Tensor, sample: Tensor) -> dict[str, Tensor]:
+        parts = chance.draw(self.keys, epoch, sample, self.steps).split(list(self.plan.values()), 1)
+        return dict(zip(self.plan, parts, strict=True))

@@ -1,0 +1,112 @@
+"""Class folders: every class a folder of images, labels in the sorted order of the names.
+
+    FOLDER/train/CLASS/*.jpg  and  FOLDER/test/CLASS/*.jpg      (or val, valid, validation in place of test)
+    FOLDER/CLASS/*.jpg                                          all of it is the split train
+
+Hidden files and files that do not end like an image are passed over; folders inside a class folder are not looked into.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dmst.data.formats import SPLITS, Asked, Format
+from dmst.data.sets import FileSet
+from dmst.errors import BadFileError, MissingSplitError
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+
+
+def form(folder: str) -> Format:
+    """Class folders below `folder`, which may also hold another form: it counts for test if a folder of that name is in it."""
+    test = tuple(f"{folder}/{name}" for name in SPLITS["test"])
+    return Format(
+        "class folders",
+        {"train": (folder,), "test": test},
+        lambda place, asked: read(place.parent if asked.split == "test" else place, asked),
+    )
+
+
+def read(place: Path, asked: Asked) -> FileSet:
+    """The split of the folder `place`. Its classes are those asked for, or those of train, where there is a train."""
+    train, folder = place / "train", _split_folder(place, asked.split)
+    classes = asked.classes or tuple(class_folders(train if is_split(train) else folder))
+    return file_set(folder, asked._replace(classes=classes))
+
+
+def file_set(folder: Path, asked: Asked) -> FileSet:
+    """The images of the class folders in `folder`, which must be those of `asked.classes`, no fewer and no more."""
+    same_classes(folder, class_folders(folder), asked.classes)
+    names: list[str] = []
+    sizes: list[int] = []
+    labels: list[int] = []
+    for label, name in enumerate(asked.classes):
+        found = images_in(folder / name)
+        if not found:
+            raise BadFileError(
+                f"{folder / name} has no image: remove the class, or put files there that end in {' '.join(ENDINGS)} "
+                "(not in folders inside it)."
+            )
+        names += [f"{name}/{file}" for file, _ in found]
+        sizes += [size for _, size in found]
+        labels += [label] * len(found)
+    return FileSet(asked.name, asked.split, asked.classes, np.array(labels, np.int64), folder, names, sizes)
+
+
+def class_folders(folder: Path) -> list[str]:
+    """The names of the folders in it, sorted."""
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    except (OSError, ValueError) as error:
+        raise BadFileError(f"{folder} cannot be listed ({getattr(error, 'strerror', None) or error}).") from error
+    if not names:
+        raise BadFileError(
+            f"{folder} holds no class folders: a set of images is FOLDER/train/CLASS/*.jpg or FOLDER/CLASS/*.jpg."
+        )
+    return names
+
+
+def images_in(folder: Path) -> list[tuple[str, int]]:
+    """(name, bytes) of the images in a folder, sorted by name."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(
+                (entry.name, entry.stat().st_size)
+                for entry in entries
+                if entry.name.lower().endswith(ENDINGS) and not entry.name.startswith(".") and not entry.is_dir()
+            )
+    except OSError as error:  # a link to a file that is gone is one: an image is never dropped unsaid
+        raise BadFileError(f"{error.filename or folder} cannot be read ({error.strerror or error}).") from error
+
+
+def same_classes(where: Path, found: Iterable[str], wanted: Sequence[str]) -> None:
+    """Refuse classes that are missing or unknown, by name."""
+    found = set(found)
+    unknown, missing = sorted(found - set(wanted)), sorted(set(wanted) - found)
+    for word, names in (("misses the class", missing), ("has the unknown class", unknown)):
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise BadFileError(f"{where} {word} {shown}: train and test must have the same {len(wanted)} classes.")
+
+
+def _split_folder(place: Path, split: str) -> Path:
+    found = [place / name for name in SPLITS[split] if is_split(place / name)]
+    if found:
+        return found[0]
+    if split == "train" and not any(is_split(place / name) for names in SPLITS.values() for name in names):
+        return place
+    told = " or ".join(f"{name}/" for name in SPLITS[split])
+    raise MissingSplitError(f"{place} has no split {split!r}: it would be in {told}, with the class folders inside.")
+
+
+def is_split(folder: Path) -> bool:
+    """A split holds class folders; a class called train (CIFAR-100 has one) holds images."""
+    if not folder.is_dir():
+        return False
+    with os.scandir(folder) as entries:
+        return any(entry.is_dir() and not entry.name.startswith(".") for entry in entries)

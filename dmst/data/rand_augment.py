@@ -1,0 +1,175 @@
+"""RandAugment on whole batches: timm's operations and levels, each image its own, no shape and no branch that depends on data.
+
+    rand-m9-n2-p0.5-mstd0.5-inc1    n layers (2); in each one of 15 operations, with probability p (0.5), at a magnitude drawn
+                                    from N(m, mstd), cut off to 0..10 (mstd over 100: evenly from 0 to m); inc1: operations that
+                                    get stronger as the magnitude grows (timm's default is inc0)
+
+Eight of the operations are tables of 256 values an image and channel; all moves are one affine map; so a layer is one lookup,
+two blends and one map of the batch, of which `torch.where` takes what was drawn. Interpolation differs from Pillow's in that
+grid_sample's cubic has the parameter -0.75 and Pillow's -0.5, and results are rounded, where Pillow cuts off.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmst.data import color
+from dmst.data.geometry import integers, sample
+from dmst.errors import OptionError
+
+OPERATIONS = (
+    *(
+        "AutoContrast",
+        "Equalize",
+        "Invert",
+        "Rotate",
+        "Posterize",
+        "Solarize",
+        "SolarizeAdd",
+        "Color",
+        "Contrast",
+        "Brightness",
+    ),
+    *("Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY"),
+)
+NUMBER = {name: i for i, name in enumerate(OPERATIONS)}
+DRAWS = 5  # a layer: which, whether, two for the magnitude, sign
+KEYS = {"m": (0, 10), "n": (1, 15), "p": (0, 1), "mstd": (0, math.inf), "inc": (0, 1)}
+
+
+class Policy(NamedTuple):
+    magnitude: float = 10
+    layers: int = 2
+    probability: float = 0.5
+    spread: float = 0
+    increasing: bool = False
+
+
+def read_policy(text: str) -> Policy | None:
+    """The policy that timm reads in such text; None for none."""
+    if not text:
+        return None
+    first, *parts = text.split("-")
+    found = {}
+    for part in parts:
+        match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", part)
+        low, high = KEYS.get(match[1] if match else "", (math.inf, -math.inf))
+        if not match or match[1] in found or not low <= float(match[2]) <= high:
+            raise _wrong(text)
+        found[match[1]] = float(match[2])
+    if first != "rand" or any(found.get(key, 0) % 1 for key in ("m", "n", "inc")):
+        raise _wrong(text)
+    names = {"m": "magnitude", "n": "layers", "p": "probability", "mstd": "spread", "inc": "increasing"}
+    policy = Policy(**{names[key]: value for key, value in found.items()})  # type: ignore[arg-type]
+    return policy._replace(layers=int(policy.layers), increasing=bool(policy.increasing))
+
+
+def _wrong(text: str) -> OptionError:
+    rules = ", ".join(
+        f"{key} {low:g}..{high:g}" if high < math.inf else f"{key} >= {low:g}" for key, (low, high) in KEYS.items()
+    )
+    return OptionError(
+        f"aa is {text!r}: it must read like rand-m9-mstd0.5-inc1, each part at most once: {rules}; m, n, inc whole."
+    )
+
+
+def rand_augment(images: Tensor, draws: Tensor, policy: Policy, fill: Tensor, interpolation: str) -> Tensor:
+    """uint8 (b, c, h, w) augmented by `draws` (b, layers * DRAWS) from [0, 1); `fill` (1, c, 1, 1) comes into view."""
+    for layer in draws.unflatten(1, (policy.layers, DRAWS)).unbind(1):
+        which, whether, one, two, sign = layer.unbind(1)
+        operation = integers(which, len(OPERATIONS))
+        operation = torch.where(whether < policy.probability, operation, -1)
+        magnitude = _magnitude(one, two, policy)
+        images = operate(images, operation, magnitude, sign < 0.5, policy.increasing, fill, interpolation)
+    return images
+
+
+def _magnitude(one: Tensor, two: Tensor, policy: Policy) -> Tensor:
+    if policy.spread > 100:
+        return one * policy.magnitude
+    normal = torch.sqrt(-2 * torch.log(1 - one)) * torch.cos(2 * math.pi * two)
+    return (policy.magnitude + policy.spread * normal).clamp(0, 10)
+
+
+def operate(
+    images: Tensor, operation: Tensor, magnitude: Tensor, negative: Tensor, increasing: bool, fill: Tensor, interpolation: str
+) -> Tensor:
+    """One operation on each image; operation, magnitude 0..10 and negative are (b,). A number that is none leaves the image."""
+    level = magnitude / 10
+    signed = torch.where(negative, -level, level)
+    factor = (1 + 0.9 * signed).clamp(min=0.1) if increasing else 0.1 + 1.8 * level
+    factor = factor[:, None, None, None]
+
+    def chosen(*names: str) -> Tensor:
+        return torch.stack([operation == NUMBER[name] for name in names]).any(0)[:, None, None, None]
+
+    out = _tables(images, operation, level, factor, increasing)
+    out = out.gather(2, images.flatten(2).to(torch.int64)).unflatten(2, images.shape[2:])
+    out = torch.where(chosen("Color"), color.blend(color.grey(images), images, factor).to(torch.uint8), out)
+    out = torch.where(chosen("Sharpness"), color.blend(color.smooth(images), images, factor).to(torch.uint8), out)
+    moved = _moved(images, operation, signed, fill, interpolation)
+    return torch.where(chosen("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY"), moved, out)
+
+
+def _tables(images: Tensor, operation: Tensor, level: Tensor, factor: Tensor, increasing: bool) -> Tensor:
+    """What each value becomes, (b, c, 256) uint8, by the operations that look at one pixel at a time; else the value itself."""
+    value = torch.arange(256, device=images.device, dtype=torch.int32)[None, None, :]
+    level, factor = level[:, None, None], factor[..., 0]
+    histogram = _histogram(images)
+    low, high = images.flatten(2).amin(2, keepdim=True).to(torch.int32), images.flatten(2).amax(2, keepdim=True).to(torch.int32)
+    bits = (level * 4).to(torch.int32)  # no magnitude is over 10
+    bits = 4 - bits if increasing else bits
+    step = 1 << (8 - bits)
+    threshold = (level * 256).to(torch.int32)
+    threshold = 256 - threshold if increasing else threshold
+    add = (level * 110).to(torch.int32)
+    mean = color.mean_grey(images)[..., 0]
+    candidates = {
+        "AutoContrast": torch.where(high > low, (value - low) * 255 // (high - low).clamp(min=1), value),
+        "Equalize": _equalized(histogram, high, value),
+        "Invert": 255 - value,
+        "Posterize": value // step * step,
+        "Solarize": torch.where(value < threshold, value, 255 - value),
+        "SolarizeAdd": torch.where(value < 128, value + add, value),
+        "Contrast": color.blend(mean, value, factor).to(torch.int32),
+        "Brightness": color.blend(0.0, value, factor).to(torch.int32),
+    }
+    table = value.expand(len(images), images.shape[1], 256)
+    for name, candidate in candidates.items():
+        table = torch.where((operation == NUMBER[name])[:, None, None], candidate.clamp(0, 255), table)
+    return table.to(torch.uint8)
+
+
+def _histogram(images: Tensor) -> Tensor:
+    """How often each value occurs, (b, c, 256) int32."""
+    at = images.flatten(2).to(torch.int64)
+    zeros = torch.zeros(*at.shape[:2], 256, dtype=torch.int32, device=images.device)
+    return zeros.scatter_add(2, at, torch.ones_like(at, dtype=torch.int32))
+
+
+def _equalized(histogram: Tensor, high: Tensor, value: Tensor) -> Tensor:
+    """Pillow's table: pixels below a value, in steps of 1/255 of all but the brightest; a step of none leaves the image."""
+    total = histogram.sum(2, keepdim=True, dtype=torch.int32)
+    step = (total - histogram.gather(2, high.to(torch.int64))) // 255
+    below = histogram.cumsum(2, dtype=torch.int32) - histogram
+    return torch.where(step > 0, (step // 2 + below) // step.clamp(min=1), value)
+
+
+def _moved(images: Tensor, operation: Tensor, signed: Tensor, fill: Tensor, interpolation: str) -> Tensor:
+    h, w = images.shape[-2:]
+
+    def by(name: str, most: float) -> Tensor:
+        return torch.where(operation == NUMBER[name], signed * most, 0.0)[:, None, None]
+
+    angle = by("Rotate", math.radians(30))
+    x, y = (torch.arange(n, device=images.device) + 0.5 for n in (w, h))
+    x, y = x[None, None, :], y[None, :, None]
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    across = cos * (x - w / 2) - sin * (y - h / 2) + w / 2 + by("ShearX", 0.3) * y + by("TranslateX", 0.45 * w)
+    down = sin * (x - w / 2) + cos * (y - h / 2) + h / 2 + by("ShearY", 0.3) * x + by("TranslateY", 0.45 * h)
+    return sample(images, across, down, interpolation, fill)

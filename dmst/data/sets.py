@@ -1,0 +1,252 @@
+"""One split of a dataset, in a fixed order: what every format becomes and everything else reads.
+
+    ArraySet    images of one size, in one array        CIFAR, SVHN, digits, packed sheets
+    FileSet     one file an image, of any size          class folders, Pets, Food-101, ImageNet
+    subset      some of the images of a set, a view     split_off holds out a share of every class
+
+A set is checked when it is made: it holds images, and every label names a class. `complete` also asks for every class.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dmst.data import images as door
+from dmst.errors import BadFileError, BadImageError, OptionError, ShapeError, number
+
+
+class ImageSet:
+    """One split. `variant` is what a result must say beside the name; `fingerprint` changes when the content does."""
+
+    def __init__(
+        self, name: str, split: str, classes: Sequence[str], labels: np.ndarray, *, fingerprint: str, variant: str = ""
+    ) -> None:
+        self.name, self.split, self.variant = name, split, variant
+        self.classes = tuple(classes)
+        self.labels = np.asarray(labels)
+        self.fingerprint = fingerprint
+        if self.labels.ndim != 1 or self.labels.dtype.kind not in "iu":
+            raise ShapeError(f"{self}: labels are {self.labels.dtype} of shape {self.labels.shape}; whole numbers in one row.")
+        if not len(self.labels):
+            raise BadFileError(f"{self} is empty: a split needs at least one image.")
+        wrong = np.flatnonzero((self.labels < 0) | (self.labels >= len(self.classes)))
+        if len(wrong):
+            raise BadFileError(
+                f"{self.where(int(wrong[0]))}: its label is {self.labels[wrong[0]]}, and the labels of {name} go from 0 to "
+                f"{len(self.classes) - 1} ({len(wrong):,} of {len(self.labels):,} labels are outside)."
+            )
+        self.labels = self.labels.astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.split}" + (f" ({self.variant})" if self.variant else "")
+
+    def where(self, index: int) -> str:
+        """How a message calls this image."""
+        return f"{self.name} {self.split}, image {index}"
+
+    def source(self, index: int) -> bytes | Path:
+        """The encoded image, or the file that holds nothing else."""
+        raise NotImplementedError
+
+    def read(self, index: int) -> np.ndarray:
+        """One image, uint8 (h, w, 1 or 3)."""
+        return door.decode(self.source(index), self.where(index))
+
+    def pixels(self) -> np.ndarray | None:
+        """All images, uint8 (n, h, w, c), where they are of one size and in one array anyway."""
+        return None
+
+    def masks(self, index: int) -> np.ndarray | None:
+        """The mask of one image, uint8 (h, w), where the dataset has masks."""
+        return None
+
+
+class ArraySet(ImageSet):
+    """Images uint8 (n, h, w, 1 or 3), and masks uint8 (n, h, w) where there are any."""
+
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        classes: Sequence[str],
+        labels: np.ndarray,
+        images: np.ndarray,
+        *,
+        masks: np.ndarray | None = None,
+        fingerprint: str = "",
+        variant: str = "",
+    ) -> None:
+        shape = images.shape
+        if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(labels) or shape[3] not in (1, 3):
+            raise ShapeError(
+                f"{name} {split}: images are {images.dtype} {shape}; they must be uint8 ({len(labels)}, h, w, 1 or 3)."
+            )
+        if masks is not None and (masks.dtype != np.uint8 or masks.shape != shape[:3]):
+            raise ShapeError(f"{name} {split}: masks are {masks.dtype} {masks.shape}; they must be uint8 {shape[:3]}.")
+        if not fingerprint:
+            arrays = [np.asarray(labels, np.int64), images, *([] if masks is None else [masks])]
+            fingerprint = digest(*classes, str(shape), *arrays)
+        super().__init__(name, split, classes, labels, fingerprint=fingerprint, variant=variant)
+        self._images, self._masks = images, masks
+
+    def read(self, index: int) -> np.ndarray:
+        return self._images[index]
+
+    def pixels(self) -> np.ndarray:
+        return self._images
+
+    def masks(self, index: int) -> np.ndarray | None:
+        return None if self._masks is None else self._masks[index]
+
+
+class FileSet(ImageSet):
+    """Files `names` below `root`; `sizes` in bytes, and masks, files below `root` as well, where there are any.
+
+    Names are kept as one array of bytes: a million Python strings would be copied by every worker that counts references.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        classes: Sequence[str],
+        labels: np.ndarray,
+        root: Path,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        *,
+        masks: Sequence[str] = (),
+        variant: str = "",
+    ) -> None:
+        self.root, self._names, self._masks = root, _packed(names), _packed(masks)
+        mark = digest(*classes, *names, np.asarray(sizes, np.int64), np.asarray(labels, np.int64), *masks)
+        super().__init__(name, split, classes, labels, fingerprint=mark, variant=variant)
+
+    def source(self, index: int) -> Path:
+        return self.root / os.fsdecode(bytes(self._names[index]))
+
+    def where(self, index: int) -> str:
+        return str(self.source(index))
+
+    def masks(self, index: int) -> np.ndarray | None:
+        if not len(self._masks):
+            return None
+        path = self.root / os.fsdecode(bytes(self._masks[index]))
+        return trimap(door.decode(path, str(path), grey=True)[..., 0], str(path))
+
+
+class _Subset(ImageSet):
+    def __init__(self, base: ImageSet, indices: np.ndarray, variant: str) -> None:
+        self._base, self._indices = base, indices  # first: a message calls an image by its place in the base
+        mark = digest(base.fingerprint, indices)
+        super().__init__(base.name, base.split, base.classes, base.labels[indices], fingerprint=mark, variant=variant)
+
+    def where(self, index: int) -> str:
+        return self._base.where(int(self._indices[index]))
+
+    def source(self, index: int) -> bytes | Path:
+        return self._base.source(int(self._indices[index]))
+
+    def read(self, index: int) -> np.ndarray:
+        return self._base.read(int(self._indices[index]))
+
+    def pixels(self) -> np.ndarray | None:
+        """A copy of these images, made anew by every call."""
+        everything = self._base.pixels()
+        return None if everything is None else everything[self._indices]
+
+    def masks(self, index: int) -> np.ndarray | None:
+        return self._base.masks(int(self._indices[index]))
+
+
+def subset(image_set: ImageSet, indices: Sequence[int] | np.ndarray, variant: str | None = None) -> ImageSet:
+    """These images of `image_set`, in this order; the variant stays unless another is given."""
+    chosen = np.asarray(indices)
+    if chosen.ndim != 1 or (chosen.size and chosen.dtype.kind not in "iu"):
+        raise ShapeError(f"indices of a subset are {chosen.dtype} of shape {chosen.shape}; whole numbers in one row.")
+    if not chosen.size:
+        raise OptionError(f"a subset of {image_set} with no images: choose at least one.")
+    if chosen.min() < 0 or chosen.max() >= len(image_set):
+        raise OptionError(
+            f"a subset of {image_set} asks for images {chosen.min()}..{chosen.max()}; it has 0..{len(image_set) - 1}."
+        )
+    return _Subset(image_set, chosen.astype(np.int64), image_set.variant if variant is None else variant)
+
+
+def split_off(image_set: ImageSet, share: float, seed: int = 0) -> tuple[ImageSet, ImageSet]:
+    """(rest, held out): of every class the share of images whose index has the lowest hash, both in the order of the set.
+
+    The hash is of (seed, index) alone, so the choice is the same on every machine. Shares of a class are rounded such that they
+    add up to the share of the whole; the rest keeps at least one image of every class.
+    """
+    number("the share that is held out", share, 0, 1)
+    hashes = np.array([_hash(seed, index) for index in range(len(image_set))], np.uint64)
+    by_class = np.lexsort((hashes, image_set.labels))
+    counts = np.bincount(image_set.labels, minlength=len(image_set.classes))
+    exact = share * counts
+    quota = np.floor(exact + 1e-9).astype(np.int64)
+    left = round(share * len(image_set)) - int(quota.sum())
+    quota[np.argsort(quota - exact, kind="stable")[: max(left, 0)]] += 1
+    quota = np.minimum(quota, np.maximum(counts - 1, 0))
+    rank = np.empty(len(image_set), np.int64)
+    rank[by_class] = np.arange(len(image_set)) - np.repeat(np.cumsum(counts) - counts, counts)
+    out = rank < quota[image_set.labels]
+    if not out.any():
+        raise OptionError(
+            f"a share of {share:g} holds out none of the {len(out):,} images of {image_set}: choose a larger one."
+        )
+    said = [image_set.variant] if image_set.variant else []
+    parts = (~out, f"without {share:.3g} of {image_set.split}"), (out, f"{share:.3g} of {image_set.split}, held out")
+    rest, held_out = (subset(image_set, np.flatnonzero(which), ", ".join([*said, word])) for which, word in parts)
+    return rest, held_out
+
+
+def complete(image_set: ImageSet) -> ImageSet:
+    """The set, if every class has an image in it."""
+    missing = [image_set.classes[k] for k in np.setdiff1d(np.arange(len(image_set.classes)), image_set.labels)]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise BadFileError(
+            f"{image_set} has no image of {', '.join(missing[:5])}{more}: a split needs every one of its "
+            f"{len(image_set.classes)} classes."
+        )
+    return image_set
+
+
+def trimap(mask: np.ndarray, where: str) -> np.ndarray:
+    """A mask of Pets: 1 pet, 2 background, 3 border."""
+    if mask.min() < 1 or mask.max() > 3:
+        raise BadImageError(where, f"a mask with values {mask.min()}..{mask.max()}; 1 pet, 2 background, 3 border")
+    return mask
+
+
+def digest(*parts: str | bytes | np.ndarray) -> str:
+    """sha256 of the parts, each behind its length, so that no two lists of parts read alike."""
+    total = hashlib.sha256()
+    for part in parts:
+        raw = _buffer(part)
+        total.update(f"{len(raw)}:".encode())
+        total.update(raw)
+    return total.hexdigest()
+
+
+def _buffer(part: str | bytes | np.ndarray) -> bytes | memoryview:
+    if isinstance(part, np.ndarray):
+        return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+    return os.fsencode(part) if isinstance(part, str) else part
+
+
+def _packed(names: Sequence[str]) -> np.ndarray:
+    return np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
+
+
+def _hash(seed: int, index: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8, person=b"split_off").digest(), "little")

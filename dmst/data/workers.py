@@ -1,0 +1,107 @@
+"""Large images, read and cut by worker processes. What a worker makes of a sample depends on (seed, epoch, sample) alone.
+
+A bad image comes back as a note, not as an exception: torch would raise it again with a traceback for a name. A worker that
+dies is found by the next batch, within seconds: torch's own way, an exception out of a signal handler, could strike in the
+middle of an optimizer step, so its handler is taken out again.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from dmst.data import chance
+from dmst.data.augment import Augment
+from dmst.data.batch import View
+from dmst.data.sets import ImageSet
+from dmst.data.transforms import eval_image, train_image
+from dmst.errors import BadImageError, DmstError
+
+Key = tuple[int, int]  # epoch, sample
+
+
+class Unreadable(NamedTuple):
+    name: str
+    reason: str
+
+
+class Samples(Dataset):
+    """Samples by (epoch, sample); without `augment`, for evaluation."""
+
+    def __init__(
+        self,
+        image_set: ImageSet,
+        view: View,
+        bad: frozenset[int],
+        augment: Augment | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.image_set, self.view, self.bad = image_set, view, bad
+        self.augment, self.transform, self.seed = augment, transform, seed
+
+    def __getitem__(self, key: Key) -> Tensor | Unreadable:
+        epoch, sample = key
+        index = sample % chance.COPY
+        if index in self.bad:
+            return torch.zeros(self.view.channels, self.view.size, self.view.size, dtype=torch.uint8)
+        try:
+            array = self.image_set.read(index)
+        except BadImageError as error:
+            return Unreadable(error.name, error.reason)
+        if array.shape[2] > self.view.channels:
+            reason = f"{array.shape[2]} channels, and the model takes {self.view.channels}"
+            return Unreadable(self.image_set.where(index), reason)
+        if self.augment is None:
+            return eval_image(array, self.view)
+        return train_image(array, self.view, self.augment, self.transform, self.seed, epoch, sample)
+
+
+def collate(found: list[Tensor | Unreadable]) -> Tensor | list[Unreadable]:
+    wrong = [x for x in found if isinstance(x, Unreadable)]
+    return wrong or default_collate(found)
+
+
+def read(samples: Samples, keys: Any, workers: int, device: torch.device) -> Iterator[Tensor]:
+    """The batches of `keys`, an iterable of lists of keys, in its order: uint8 (b, c, size, size) on the device."""
+    generator = torch.Generator()  # else every start of workers would draw from the global one
+    loader = DataLoader(
+        samples,
+        batch_sampler=keys,
+        num_workers=workers,
+        collate_fn=collate,
+        generator=generator,
+        pin_memory=device.type == "cuda",
+    )
+    batches = _without_handler(lambda: iter(loader))
+    while True:
+        try:
+            found = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DmstError(
+                f"a worker process that reads images has died ({str(error).strip()}). Mostly memory ran out: "
+                f"try fewer workers than {workers}, or look for the kernel's out-of-memory messages."
+            ) from error
+        if isinstance(found, list):
+            raise BadImageError(*found[0])
+        yield found.to(device, non_blocking=True)
+
+
+def _without_handler(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+        return start()
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        return start()
+    finally:
+        signal.signal(signal.SIGCHLD, before)

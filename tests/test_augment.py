@@ -1,0 +1,427 @@
+"""Augmentation on whole batches against Pillow, timm, numpy and exact moments; each image for itself."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageEnhance, ImageOps
+from torch import Tensor
+
+from dmst.data import chance, color, erasing, geometry, mixing, transforms
+from dmst.data.augment import Augment
+from dmst.data.rand_augment import DRAWS, NUMBER, OPERATIONS, Policy, operate, rand_augment, read_policy
+from dmst.errors import OptionError
+
+FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+GREY = torch.full((1, 3, 1, 1), 128.0)
+
+
+def pictures(b: int = 5, h: int = 29, w: int = 37, c: int = 3) -> Tensor:
+    """uint8 (b, c, h, w): smooth, noisy, dark, of one value, and of two values, so that every operation has something to do."""
+    rng = np.random.default_rng(b * h * w)
+    y, x = np.mgrid[:h, :w]
+    smooth = 127 + 90 * np.sin(x / 7)[..., None] * np.cos(y[..., None] / 5 + np.arange(c))
+    kinds = [
+        smooth,
+        rng.integers(0, 256, (h, w, c)),
+        rng.integers(20, 90, (h, w, c)),
+        np.full((h, w, c), 77),
+        60 + 120 * (smooth > 120),
+    ]
+    return torch.from_numpy(np.stack([kinds[i % 5] for i in range(b)]).astype(np.uint8)).permute(0, 3, 1, 2).contiguous()
+
+
+def to_pillow(image: Tensor) -> Image.Image:
+    array = image.permute(1, 2, 0).numpy()
+    return Image.fromarray(array if array.shape[2] == 3 else array[..., 0])
+
+
+def from_pillow(image: Image.Image) -> Tensor:
+    array = np.array(image)
+    return torch.from_numpy(array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy())
+
+
+def off(a: Tensor, b: Tensor) -> Tensor:
+    return (a.int() - b.int()).abs()
+
+
+@pytest.fixture(scope="module")
+def timm() -> Any:
+    return importlib.import_module("tests.timm_here").timm
+
+
+# --- the settings ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("flip", 1.1), ("flip", -0.1), ("flip", True), ("crop_padding", 2.0), ("mixup", math.nan), ("mixup_mode", "elem")),
+        *(("repeats", 0), ("interpolation", "nearest"), ("resized_crop", 2), ("aa", "augmix-m3"), ("aa", "rand-m11")),
+        *(
+            ("aa", "rand-m9-m8"),
+            ("aa", "rand-q3"),
+            ("aa", "rand-m9-inc2"),
+            ("aa", "rand-m9.5"),
+            ("aa", "rand m9"),
+            ("cutout", -1),
+        ),
+    ],
+)
+def test_what_no_augmentation_can_take(field: str, value: Any) -> None:
+    with pytest.raises(OptionError, match=f"(?s){field}.*{value!r}"):
+        Augment(**{field: value})
+
+
+def test_the_words_of_timm(timm: Any) -> None:
+    assert read_policy("") is None
+    for text in ("rand-m9-mstd0.5-inc1", "rand-m7-n3-p0.7", "rand-mstd101", "rand-m0-n1-inc0", "rand-m5-mstd101"):
+        mine, theirs = read_policy(text), timm.data.auto_augment.rand_augment_transform(text)
+        op = theirs.ops[7]
+        spread = math.inf if mine.spread > 100 else mine.spread
+        assert mine.layers == theirs.num_layers and len(theirs.ops) == len(OPERATIONS)
+        assert (mine.magnitude, mine.probability, spread) == (op.magnitude, op.prob, op.magnitude_std)
+        assert mine.increasing == ("Increasing" in op.name)
+        names = [op.name.replace("Increasing", "").replace("Rel", "") for op in theirs.ops]
+        assert names == list(OPERATIONS)
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+def test_crops_and_mirrors_are_exact() -> None:
+    """Against numpy's padding by reflection, on a set of which only some images are taken."""
+    pixels, pad = pictures(7, 11, 13), 4
+    rows = torch.tensor([3, 0, 6, 3, 1, 2])
+    down, right = torch.tensor([-4, 4, 0, 1, -3, 2]), torch.tensor([4, -4, 0, 3, 2, -1])
+    mirrored = torch.tensor([True, False, True, False, True, True])
+    out = geometry.take(pixels, rows, down, right, mirrored)
+    assert out.dtype == torch.uint8
+    padded = np.pad(pixels.numpy(), ((0, 0), (0, 0), (pad, pad), (pad, pad)), mode="reflect")
+    for i, row in enumerate(rows.tolist()):
+        top, left = pad + int(down[i]), pad + int(right[i])
+        expected = padded[row, :, top : top + 11, left : left + 13]
+        assert np.array_equal(out[i].numpy(), expected[..., ::-1] if mirrored[i] else expected)
+
+
+def test_whole_numbers_are_even_and_in_range() -> None:
+    u = chance.uniform("a", 0, 0, torch.arange(30_000), 1)[:, 0]
+    counts = torch.bincount(geometry.integers(u, 9), minlength=9)
+    assert len(counts) == 9 and ((counts - 30_000 / 9).abs() < 4 * math.sqrt(30_000 / 9)).all()
+    last = torch.full((3,), 1 - 2.0**-24)
+    assert geometry.integers(last, 2**20 + 3).tolist() == [2**20 + 2] * 3  # float32 rounds the product up
+    assert geometry.integers(last, torch.tensor([1.0, 5.0, 7.0])).tolist() == [0, 4, 6]
+
+
+def test_resized_boxes() -> None:
+    h, w, least = 61, 83, 0.2
+    box = geometry.resized_boxes(chance.uniform("a", 0, 0, torch.arange(4000), geometry.BOX_DRAWS), h, w, least)
+    top, left, height, width = box.double().unbind(1)
+    assert (box == box.round()).all() and (top >= 0).all() and (left >= 0).all() and (height >= 1).all()
+    assert (top + height <= h).all() and (left + width <= w).all()
+    area, ratio = height * width / (h * w), width / height
+    assert area.min() > least - 0.03 and ratio.min() > 0.70 and ratio.max() < 1.42  # sides are rounded
+    assert 0.19 < area.min() < 0.22 and area.max() > 0.95
+    assert (top == 0).any() and (left == 0).any() and (top + height == h).any() and (left + width == w).any()
+    assert abs(float((left / (w - width).clamp(min=1)).mean()) - 0.5) < 0.03
+
+
+def test_a_box_where_none_fits() -> None:
+    """Of a strip, the largest box in the middle with an allowed ratio, as torchvision has it."""
+    draws = chance.uniform("a", 0, 0, torch.arange(3), geometry.BOX_DRAWS)
+    assert geometry.resized_boxes(draws, 10, 200, 1.0).tolist() == [[0, 93, 10, 13]] * 3
+    assert geometry.resized_boxes(draws, 200, 10, 1.0).tolist() == [[93, 0, 13, 10]] * 3
+    assert (geometry.resized_boxes(draws, 8, 8, 1.0)[:, 2:] <= 8).all()
+
+
+def still(b: int, **changes: Tensor) -> dict[str, Tensor]:
+    return {"angle": torch.zeros(b), "scale": torch.ones(b), "move": torch.zeros(b, 2)} | changes
+
+
+@pytest.mark.parametrize("interpolation", FILTERS)
+def test_warp_moves_whole_pixels_exactly(interpolation: str) -> None:
+    x = pictures(5, 17, 17)
+    box = geometry.middle_box(17, 17)
+    options: dict[str, Any] = {"size": 17, "interpolation": interpolation}
+    assert torch.equal(geometry.warp(x, box, **still(5), **options), x)
+    turned = geometry.warp(x, box, **still(5, angle=torch.full((5,), math.pi / 2)), **options)
+    assert off(turned, torch.rot90(x, -1, (2, 3))).max() <= 1
+    moved = geometry.warp(x, box, **still(5, move=torch.tensor([[3.0, -2.0]]).expand(5, 2)), **options)
+    expected = torch.zeros_like(x)  # black comes into view
+    expected[:, :, :15, 3:] = x[:, :, 2:, :14]
+    assert torch.equal(moved, expected)
+    part = geometry.warp(x, torch.tensor([[2.0, 5.0, 7.0, 7.0]]).expand(5, 4), **still(5), size=7, interpolation=interpolation)
+    assert torch.equal(part, x[:, :, 2:9, 5:12])
+    wide = pictures(2, 9, 15)
+    assert torch.equal(
+        geometry.warp(wide, geometry.middle_box(9, 15), **still(2), size=9, interpolation=interpolation), wide[..., 3:12]
+    )
+
+
+def test_warp_enlarges_as_pillow_does() -> None:
+    x = pictures(5, 20, 20)
+    large = geometry.warp(x, (4.0, 6.0, 10.0, 10.0), **still(5), size=30, interpolation="bilinear")
+    zoomed = geometry.warp(
+        x, geometry.middle_box(20, 20), **still(5, scale=torch.full((5,), 2.0)), size=20, interpolation="bilinear"
+    )
+    for i in range(5):
+        expected = from_pillow(to_pillow(x[i]).crop((6, 4, 16, 14)).resize((30, 30), FILTERS["bilinear"]))
+        assert off(large[i], expected)[:, 2:-2, 2:-2].max() <= 1  # at the edges of the box Pillow sees no pixels beyond
+        middle = from_pillow(to_pillow(x[i]).crop((5, 5, 15, 15)).resize((20, 20), FILTERS["bilinear"]))
+        assert off(zoomed[i], middle)[:, 2:-2, 2:-2].max() <= 1
+
+
+@pytest.mark.parametrize("interpolation", FILTERS)
+@pytest.mark.parametrize(("size", "crop_pct"), [(16, 0.875), (24, 1.0), (64, 0.9)])
+def test_resize_as_pillow_does(size: int, crop_pct: float, interpolation: str) -> None:
+    for h, w in ((41, 29), (29, 29)):
+        x = pictures(5, h, w)
+        out = geometry.resize(x, size, crop_pct, interpolation)
+        assert out.shape == (5, 3, size, size) and out.dtype == torch.uint8
+        short = math.floor(size / crop_pct)
+        new = (short, int(short * h / w))
+        top, left = round((new[1] - size) / 2), round((new[0] - size) / 2)
+        for i in range(5):
+            big = to_pillow(x[i]).resize(new, FILTERS[interpolation]).crop((left, top, left + size, top + size))
+            assert off(out[i], from_pillow(big)).max() <= 1
+    assert torch.equal(geometry.resize(x, 29, 1.0, interpolation), x)
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("increasing", [True, False], ids=["inc1", "inc0"])
+def test_operations_are_those_of_timm(name: str, increasing: bool, timm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each at four magnitudes and both signs, on images with and without colour, against timm's functions of Pillow."""
+    theirs = timm.data.auto_augment
+    known = {n.replace("Increasing", "").replace("Rel", ""): n for n in theirs.rand_augment_choices("", increasing)}[name]
+    operation = transforms._posterize if name == "Posterize" else theirs.NAME_TO_OP[known]  # timm's knows no 0 bits
+    moves = name in ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY")
+    for magnitude in (0.0, 2.3, 9.0, 10.0):
+        for negative in (False, True):
+            monkeypatch.setattr(theirs, "_randomly_negate", lambda v, negative=negative: -v if negative else v)
+            level = theirs.LEVEL_TO_ARG[known]
+            arguments = level(magnitude, {}) if level else ()
+            for c in (3, 1):
+                x = pictures(5, c=c)
+                one = torch.full((5,), NUMBER[name])
+                out = operate(
+                    x, one, torch.full((5,), magnitude), torch.full((5,), negative), increasing, GREY[:, :c], "bilinear"
+                )
+                fill = (128,) * 3 if c == 3 else 128
+                for i in range(5):
+                    image = operation(to_pillow(x[i]), *arguments, resample=FILTERS["bilinear"], fillcolor=fill)
+                    apart = off(out[i], from_pillow(image))
+                    if moves:  # one row may fall to the other side of an edge
+                        assert (apart > 1).float().mean() < 0.01 and apart.float().mean() < 1
+                    else:
+                        assert apart.max() <= 1 and (apart > 0).float().mean() < 0.05
+                if magnitude == 9.0 and name not in ("Color", "AutoContrast", "Equalize"):
+                    assert not torch.equal(out, x)
+
+
+def test_posterize_as_pillow_does_and_at_no_bits() -> None:
+    image = to_pillow(pictures(2)[1])
+    for bits in range(1, 9):
+        assert torch.equal(from_pillow(transforms._posterize(image, bits)), from_pillow(ImageOps.posterize(image, bits)))
+    assert not from_pillow(transforms._posterize(image, 0)).any()
+    assert transforms._posterize(image.convert("L"), 1).mode == "L"
+
+
+def test_cubic_moves_are_near_pillows(timm: Any) -> None:
+    x, turn = pictures(5), torch.full((5,), NUMBER["Rotate"])
+    out = operate(x, turn, torch.full((5,), 4.0), torch.zeros(5, dtype=torch.bool), True, GREY, "bicubic")
+    for i in (0, 2, 3):  # not of noise, where kernels of another parameter differ most
+        image = timm.data.auto_augment.rotate(to_pillow(x[i]), 12.0, resample=FILTERS["bicubic"], fillcolor=(128,) * 3)
+        assert off(out[i], from_pillow(image)).float().mean() < (4 if i == 2 else 1)
+
+
+def test_an_operation_that_is_none_leaves_the_image() -> None:
+    x = pictures(5)
+    assert torch.equal(
+        operate(x, torch.full((5,), -1), torch.full((5,), 9.0), torch.ones(5, dtype=torch.bool), True, GREY, "bicubic"), x
+    )
+
+
+def test_rand_augment_draws_operations_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which operation, whether, how strong and which sign, as timm draws them."""
+    seen: list[tuple[Tensor, ...]] = []
+    module = importlib.import_module("dmst.data.rand_augment")
+    monkeypatch.setattr(module, "operate", lambda x, *drawn: (seen.append(drawn[:3]), x)[1])
+    n = 20_000
+    policy = Policy(magnitude=8, layers=3, probability=0.4, spread=0.5, increasing=True)
+    images = torch.zeros(n, 3, 1, 1, dtype=torch.uint8)
+    rand_augment(images, chance.uniform("a", 0, 0, torch.arange(n), 3 * DRAWS), policy, GREY, "bilinear")
+    assert len(seen) == 3
+    for operation, magnitude, negative in seen:
+        assert abs(float((operation >= 0).float().mean()) - 0.4) < 0.015
+        counts = torch.bincount(operation[operation >= 0], minlength=15)
+        assert len(counts) == 15 and counts.min() > 440 and counts.max() < 630  # 533 are expected
+        assert abs(float(magnitude.mean()) - 8) < 0.02 and abs(float(magnitude.std()) - 0.5) < 0.02
+        assert abs(float(negative.float().mean()) - 0.5) < 0.015
+    seen.clear()
+    rand_augment(images, chance.uniform("a", 0, 0, torch.arange(n), DRAWS), Policy(10, 1, 1.0, 101.0), GREY, "bilinear")
+    magnitude = seen[0][1]  # evenly from 0 to m
+    assert 0 <= magnitude.min() < 0.01 and 9.99 < magnitude.max() <= 10 and abs(float(magnitude.mean()) - 5) < 0.1
+
+
+def test_an_image_is_augmented_for_itself() -> None:
+    x = pictures(10)
+    draws = chance.uniform("a", 0, 0, torch.arange(10), 2 * DRAWS)
+    policy = read_policy("rand-m9-mstd0.5-inc1-p1")
+    together = rand_augment(x, draws, policy, GREY, "bicubic")
+    alone = torch.cat([rand_augment(x[i : i + 1], draws[i : i + 1], policy, GREY, "bicubic") for i in range(10)])
+    assert torch.equal(together, alone) and not torch.equal(together, x)
+
+
+def test_color_jitter_as_pillow_does() -> None:
+    x, draws = pictures(5), chance.uniform("a", 0, 0, torch.arange(5), 3)
+    out = color.color_jitter(x, draws, 0.4)
+    for i in range(5):
+        image = to_pillow(x[i])
+        factors = [0.6 + 0.8 * u for u in draws[i].tolist()]
+        for kind, factor in zip((ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color), factors, strict=True):
+            image = kind(image).enhance(factor)
+        assert off(out[i], from_pillow(image)).max() <= 1
+    assert torch.equal(color.color_jitter(x, torch.full((5, 3), 0.5), 0.4), x)
+
+
+# --- rectangles ------------------------------------------------------------------------------------------------------
+
+
+def test_erasing() -> None:
+    n, h, w = 600, 40, 56
+    index, key, epoch = torch.arange(n), torch.tensor(chance.key("noise", 0)), torch.tensor(3)
+    images = torch.full((n, 3, h, w), 9.0)  # no noise is as large
+    noise = erasing.normal_noise(key, epoch, index, torch.arange(h * w), 3, h, w)
+    out = erasing.erase(images, chance.uniform("erase", 0, 3, index, erasing.ERASE_DRAWS), noise, 0.25)
+    hit = out != 9
+    assert torch.equal(hit.all(1), hit.any(1)) and torch.equal(out[hit], noise[hit])
+    rows, columns = hit[:, 0].any(2), hit[:, 0].any(1)
+    assert torch.equal(hit[:, 0], rows[:, :, None] & columns[:, None, :])  # one rectangle each
+    erased = rows.any(1)
+    assert 0.18 < erased.float().mean() < 0.32
+    height, width = rows.sum(1)[erased].double(), columns.sum(1)[erased].double()
+    area, ratio = height * width / (h * w), width / height
+    assert 0.015 < area.min() < 0.06 and 0.25 < area.max() < 0.345
+    assert 0.25 < ratio.min() < 0.6 and 1.7 < ratio.max() < 3.8
+    assert (rows[:, 0] & erased).any() and (rows[:, -1] & erased).any() and height.max() < h
+
+
+def test_noise_is_normal_and_of_every_channel() -> None:
+    key, epoch = torch.tensor(chance.key("noise", 0)), torch.tensor(0)
+    for c in (3, 1):
+        noise = erasing.normal_noise(key, epoch, torch.arange(10), torch.arange(33 * 31), c, 33, 31).double()
+        assert noise.shape == (10, c, 33, 31)
+        assert abs(noise.mean()) < 0.03 and abs(noise.var() - 1) < 0.05 and abs((noise**4).mean() - 3) < 0.3
+        assert 3 < noise.abs().max() < 6
+    noise = erasing.normal_noise(key, epoch, torch.arange(10), torch.arange(33 * 31), 3, 33, 31).double()
+    flat = torch.stack([noise[:, 0].flatten(), noise[:, 1].flatten(), noise[:, 2].flatten(), noise[:, 0].roll(1, 2).flatten()])
+    assert torch.corrcoef(flat).fill_diagonal_(0).abs().max() < 0.04
+
+
+def test_cutout() -> None:
+    n, side, h, w = 900, 6, 17, 23
+    out = erasing.cutout(torch.ones(n, 2, h, w), chance.uniform("cutout", 0, 0, torch.arange(n), 2), side)
+    gone = out[:, 0] == 0
+    assert torch.equal(out[:, 1] == 0, gone)
+    rows, columns = gone.any(2).sum(1), gone.any(1).sum(1)
+    assert torch.equal(gone.sum((1, 2)), rows * columns)
+    assert rows.max() == side and columns.max() == side and rows.min() == 3 and columns.min() == 3  # a corner hangs over
+    assert (rows == side).float().mean() > 0.6 and gone.any(0).all()
+
+
+# --- mixing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.2, 0.8, 1.0, 2.0, 30.0])
+def test_quantiles_of_beta(alpha: float) -> None:
+    """Even draws through the table have the moments of Beta(alpha, alpha), up to the sixth."""
+    table = mixing.beta_quantiles(alpha)
+    assert (table.diff() >= 0).all() and table[0] == 0 and table[-1] == 1 and table[mixing.CELLS // 2] == 0.5
+    x = mixing.quantile(table, (torch.arange(2**17) + 0.5) / 2**17).double()
+    expected = 1.0
+    for power in range(1, 7):
+        expected *= (alpha + power - 1) / (2 * alpha + power - 1)
+        assert abs(float((x**power).mean()) - expected) < 2e-4, power
+
+
+def mixing_draws(n: int) -> Tensor:
+    return chance.uniform("mix", 0, 0, torch.arange(n), mixing.DRAWS)
+
+
+def test_pairs_are_mixed_as_said() -> None:
+    """Against a loop over pairs: mixup by lambda, cutmix by an exact rectangle of the area that the target says."""
+    pairs, h, w = 40, 12, 20
+    images, targets = torch.randn(2 * pairs, 3, h, w), torch.eye(2 * pairs)
+    tables = mixing.beta_quantiles(0.8), mixing.beta_quantiles(1.0)
+    draws = mixing_draws(pairs)
+    share, mean = mixing.shares(draws, *tables, 0.9, 0.5, h, w)
+    out, mixed = mixing.mix(images, targets, share, mean, "pair", None)
+    kinds = set()
+    for i in range(pairs):
+        whether, which, at, down, across = draws[i].tolist()
+        a, b = images[2 * i], images[2 * i + 1]
+        if whether >= 0.9:
+            lam, one, two, kind = 1.0, a, b, "none"
+        elif which < 0.5:
+            side = math.sqrt(1 - float(mixing.quantile(tables[1], torch.tensor(at))))
+            y, x, height, width = int(down * h), int(across * w), int(h * side), int(w * side)
+            rows = slice(max(0, y - height // 2), min(h, y + (height + 1) // 2))
+            columns = slice(max(0, x - width // 2), min(w, x + (width + 1) // 2))
+            one, two, kind = a.clone(), b.clone(), "cutmix"
+            one[:, rows, columns], two[:, rows, columns] = b[:, rows, columns], a[:, rows, columns]
+            lam = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (h * w)
+        else:
+            lam, kind = float(mixing.quantile(tables[0], torch.tensor(at))), "mixup"
+            one, two = lam * a + (1 - lam) * b, lam * b + (1 - lam) * a
+        kinds.add(kind)
+        torch.testing.assert_close(out[2 * i : 2 * i + 2], torch.stack((one, two)), atol=1e-6, rtol=1e-6)
+        if kind == "cutmix":
+            assert torch.equal(out[2 * i], one) and torch.equal(out[2 * i + 1], two)
+        for j, other in ((2 * i, 2 * i + 1), (2 * i + 1, 2 * i)):
+            expected = torch.zeros(2 * pairs)
+            expected[j], expected[other] = lam, 1 - lam
+            torch.testing.assert_close(mixed[j], expected, atol=1e-6, rtol=0)
+    assert kinds == {"none", "cutmix", "mixup"}
+
+
+def test_a_batch_is_mixed_with_itself_reversed() -> None:
+    images, targets = torch.randn(6, 3, 8, 8), torch.eye(6)
+    table = mixing.beta_quantiles(0.8)
+    share, mean = mixing.shares(mixing_draws(1), table, None, 1.0, 0.5, 8, 8)
+    out, mixed = mixing.mix(images, targets, share, mean, "batch", None)
+    lam = 1 - float(mean)
+    assert 0 < lam < 1
+    torch.testing.assert_close(out, lam * images + (1 - lam) * images.flip(0), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(mixed, lam * targets + (1 - lam) * targets.flip(0), atol=1e-6, rtol=0)
+
+
+def test_only_the_kind_that_is_set() -> None:
+    draws, h, w = mixing_draws(200), 9, 11
+    table = mixing.beta_quantiles(1.0)
+    share, mean = mixing.shares(draws, None, table, 1.0, 0.5, h, w)
+    assert set(share.unique().tolist()) == {0.0, 1.0}
+    torch.testing.assert_close(share.mean((1, 2, 3)), mean)
+    share, mean = mixing.shares(draws, table, None, 1.0, 0.5, h, w)
+    torch.testing.assert_close(mean, 1 - draws[:, 2], atol=1e-3, rtol=0)  # Beta(1, 1) is even
+    assert (share == mean[:, None, None, None]).all()
+
+
+@pytest.mark.parametrize("mode", ["pair", "batch"])
+def test_a_bad_image_gives_nothing_away(mode: str) -> None:
+    images, targets = torch.randn(8, 3, 6, 6), torch.eye(8)
+    good = torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 1])
+    units = 4 if mode == "pair" else 1
+    share, mean = mixing.shares(mixing_draws(units), mixing.beta_quantiles(0.8), None, 1.0, 0.5, 6, 6)
+    out, mixed = mixing.mix(images, targets, share, mean, mode, good)
+    partner = 3 if mode == "pair" else 5
+    assert torch.equal(out[[2, partner]], images[[2, partner]]) and torch.equal(mixed[[2, partner]], targets[[2, partner]])
+    others = [i for i in range(8) if i not in (2, partner)]
+    assert all(not torch.equal(out[i], images[i]) and mixed[i].max() < 1 for i in others)

@@ -1,0 +1,351 @@
+"""The catalog finds what is there, in its order, and says what is not; sets keep their promises when they are cut up."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+import pytest
+import torch
+
+from dmst.data import catalog, images, sets
+from dmst.data.catalog import CATALOG, CIFAR10, open_set
+from dmst.data.formats import Asked, folders
+from dmst.data.formats.sheets import Pack
+from dmst.data.sets import ArraySet, FileSet, split_off, subset
+from dmst.errors import BadFileError, BadImageError, OptionError, ShapeError, UnknownNameError
+from tests.test_formats import binary, noise, packed, planes, put, sample, tar
+
+TEN = noise(10, 32, 32, 3)
+DATA = os.environ.get("DMST_DATA", "")  # where the real files are
+
+
+def numbered(n: int = 60, classes: int = 3, **more: Any) -> ArraySet:
+    """Image i is filled with i."""
+    pixels = np.broadcast_to(np.arange(n, dtype=np.uint8)[:, None, None, None], (n, 2, 5, 1)).copy()
+    return ArraySet("things", "train", [f"c{k}" for k in range(classes)], np.arange(n) % classes, pixels, **more)
+
+
+@pytest.fixture(autouse=True)
+def _no_data_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DMST_DATA", raising=False)
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_every_entry_is_whole(name: str) -> None:
+    entry = CATALOG[name]
+    for told in (entry.title, entry.size, entry.licence, entry.source, entry.citation):
+        assert told and told == told.strip()
+    classes = entry.classes if isinstance(entry.classes, tuple) else ()
+    assert len(set(classes)) == len(classes) and entry.counts
+    assert bool(entry.formats) != bool(entry.built_in)
+    for form in entry.formats:
+        assert form.places.keys() == entry.counts.keys() and all(form.places.values()) and form.what
+
+
+def test_classes_are_in_the_official_order() -> None:
+    lengths = {"digits": 10, "cifar10": 10, "cifar100": 100, "svhn": 10, "pets": 37, "food101": 101, "imagenet": 1000}
+    for name, wanted in lengths.items():
+        classes = CATALOG[name].classes
+        assert (classes if isinstance(classes, int) else len(classes)) == wanted
+    assert list(catalog.CIFAR100) == sorted(catalog.CIFAR100) and list(CIFAR10) == sorted(CIFAR10)
+    assert list(catalog.PETS) == sorted(catalog.PETS, key=str.lower)
+
+
+# --- what is found ---------------------------------------------------------------------------------------------------
+
+
+def official(folder: Path, labels: list[int] | None = None) -> Path:
+    labels = labels or list(range(10))
+    for k in range(1, 6):
+        put(folder / f"cifar-10-batches-bin/data_batch_{k}.bin", binary(labels, planes(TEN)))
+    put(folder / "cifar-10-batches-bin/test_batch.bin", binary(labels, planes(TEN)))
+    return folder
+
+
+def test_a_dataset_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    official(tmp_path)
+    found = open_set("cifar10", "train", data_dir=tmp_path)
+    assert (found.name, found.split, len(found), found.classes) == ("cifar10", "train", 50, CIFAR10)
+    assert found.variant == "50 of 50,000 images"  # a part is never taken for the whole
+    monkeypatch.setenv("DMST_DATA", str(tmp_path))
+    assert open_set("cifar10", "train").fingerprint == found.fingerprint
+    assert open_set("cifar10", "train", data_dir=str(tmp_path)).fingerprint == found.fingerprint
+    with pytest.raises(BadFileError, match="is not in"):
+        open_set("cifar10", "train", data_dir=put(tmp_path / "empty/x", b"").parent)  # the argument goes before the variable
+
+
+def test_forms_are_tried_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def variant() -> tuple[str, int]:
+        found = open_set("cifar10", "test", data_dir=tmp_path)
+        return type(found).__name__, len(found)
+
+    for k, name in enumerate(CIFAR10):
+        put(tmp_path / f"cifar10/test/{name}/1.png", TEN[k])
+    assert variant() == ("FileSet", 10)
+    batch = {"labels": [*range(10), 1], "data": planes(noise(11, 32, 32, 3))}
+    tar(tmp_path / "cifar-10-python.tar.gz", {"cifar-10-batches-py/test_batch": pickle.dumps(batch, 2)}, "w:gz")
+    assert variant() == ("ArraySet", 11)
+    put(tmp_path / "cifar-10-batches-bin/test_batch.bin", binary([*range(10), 2, 3], planes(noise(12, 32, 32, 3))))
+    assert variant() == ("ArraySet", 12)
+    path = tmp_path / "cifar10-test.zip"
+    pack = packed(path, noise(13, 5, 5, 3), [*range(10), 4, 5, 6], classes=list(CIFAR10))
+    with pytest.raises(BadFileError, match=r"cifar10-test\.zip is damaged or another file"):  # there and wrong: not passed over
+        variant()
+    form = catalog.sheets.form({"test": Pack(pack.files, "tiny")})
+    monkeypatch.setitem(CATALOG, "cifar10", CATALOG["cifar10"]._replace(formats=(form, *CATALOG["cifar10"].formats[1:])))  # type: ignore[arg-type]
+    assert variant() == ("ArraySet", 13)
+    assert str(open_set("cifar10", "test", data_dir=tmp_path)) == "cifar10 test (tiny, 13 of 10,000 images)"
+
+
+@pytest.mark.parametrize("name", [name for name in CATALOG if name != "digits"])
+def test_what_is_not_there_is_told(name: str, tmp_path: Path) -> None:
+    split = next(iter(CATALOG[name].counts))
+    with pytest.raises(BadFileError) as told:
+        open_set(name, split, data_dir=tmp_path)
+    said = str(told.value)
+    assert f"{name} {split} is not in {tmp_path}" in said and "DMST_DATA" in said
+    for form in CATALOG[name].formats:
+        assert all(place in said for place in form.places[split]) and form.what in said
+    assert (f"dmst data fetch {name}" in said) == CATALOG[name].fetched
+    with pytest.raises(OptionError, match=f"where is {name}.* DMST_DATA"):
+        open_set(name, split)
+    with pytest.raises(OptionError, match="which is not a folder"):
+        open_set(name, split, data_dir=tmp_path / "nowhere")
+
+
+def test_digits_need_no_folder() -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is absent: pip install 'dmst[data]'")
+    found = open_set("digits", "train")
+    assert (len(found), len(open_set("digits", "test")), found.variant) == (1438, 359, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "told"),
+    [
+        ("cifar1O", "train", "Did you mean 'cifar10'"),
+        ("cifar10", "validation", "unknown split of cifar10 'validation'.*test, train"),
+        ("imagenet-sample", "test", "Known: sample"),
+        ("/no/such/folder", "train", "not a folder either"),
+        (".", "val", "unknown split"),
+    ],
+)
+def test_unknown_names(name: str, split: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match=told):
+        open_set(name, split, data_dir=tmp_path)
+
+
+def test_bad_splits_are_refused(tmp_path: Path) -> None:
+    official(tmp_path, labels=[0, 1, 2, 3, 4, 5, 6, 8, 8, 9])
+    with pytest.raises(BadFileError, match=r"cifar10 train .*has no image of horse: .* 10 classes"):
+        open_set("cifar10", "train", data_dir=tmp_path)
+    official(tmp_path, labels=[0, 1, 2, 3, 4, 5, 6, 7, 8, 200])
+    with pytest.raises(BadFileError, match="image 9: its label is 200"):
+        open_set("cifar10", "train", data_dir=tmp_path)
+    put(tmp_path / "svhn/train_32x32.mat", b"")
+    with pytest.raises(BadFileError, match=r"svhn test is not in .* svhn/test_32x32.mat .* svhn/test or svhn/val or"):
+        open_set("svhn", "test", data_dir=tmp_path)
+    for k in (1, 2):
+        put(tmp_path / f"food101/train/soup{k}/1.png", TEN[0])
+    with pytest.raises(BadFileError, match="food101 train has 2 classes, soup1 to soup2; Food-101 has 101"):
+        open_set("food101", "train", data_dir=tmp_path)
+
+
+def test_many_classes_missing_are_counted() -> None:
+    some = ArraySet("x", "train", [f"c{k}" for k in range(9)], np.zeros(2, int), noise(2, 3, 3, 1))
+    with pytest.raises(BadFileError, match="no image of c1, c2, c3, c4, c5 and 3 more"):
+        sets.complete(some)
+
+
+def test_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("birds/train/a/1.png", "birds/train/b/1.png", "birds/valid/a/1.png", "birds/valid/b/1.png"):
+        put(tmp_path / name, noise(3, 4, 3))
+    found = open_set(tmp_path / "birds", "test")
+    assert (found.name, found.split, found.classes, found.variant) == ("birds", "test", ("a", "b"), "")
+    assert open_set("birds", "test", data_dir=tmp_path).fingerprint == found.fingerprint
+    monkeypatch.chdir(tmp_path / "birds")
+    assert open_set(".", "train").name == "birds"
+    tar(tmp_path / "shards/train-0.tar", sample("k", noise(3, 4, 3), 0))
+    assert type(open_set(tmp_path / "shards", "train")).__name__ == "ShardSet"
+    put(tmp_path / "table/state.json", "{}")
+    with pytest.raises((BadFileError, ImportError), match=r"datasets|save_to_disk"):
+        open_set(tmp_path / "table", "train")
+
+
+def test_classes_of_shards_must_all_occur(tmp_path: Path) -> None:
+    tar(tmp_path / "train-0.tar", {k: v for name in "xyz" for k, v in sample(name, noise(3, 4, 3), 2).items()})
+    with pytest.raises(BadFileError, match="has no image of 0, 1"):
+        open_set(tmp_path, "train")
+
+
+# --- sets ------------------------------------------------------------------------------------------------------------
+
+
+def test_arrays_are_checked() -> None:
+    pixels, names = noise(3, 4, 5, 3), ["a", "b"]
+    for wrong in (pixels[0], pixels[:2], pixels.astype(np.float32), pixels[..., :2]):
+        with pytest.raises(ShapeError, match=r"x train: images are .* must be uint8 \(3, h, w, 1 or 3\)"):
+            ArraySet("x", "train", names, np.array([0, 1, 0]), wrong)
+    for labels in (np.array([0.0, 1, 0]), np.zeros((3, 1), int)):
+        with pytest.raises(ShapeError, match="labels are"):
+            ArraySet("x", "train", names, labels, pixels)
+    with pytest.raises(BadFileError, match=r"x train, image 1: its label is 2, .* 0 to 1 \(2 of 3 labels are outside\)"):
+        ArraySet("x", "train", names, np.array([0, 2, -1]), pixels)
+    with pytest.raises(BadFileError, match="x train is empty"):
+        ArraySet("x", "train", names, np.zeros(0, int), pixels[:0])
+    with pytest.raises(ShapeError, match="masks are"):
+        ArraySet("x", "train", names, np.array([0, 1, 0]), pixels, masks=noise(3, 4, 4))
+
+
+def test_arrays_are_not_copied_and_torch_takes_them() -> None:
+    pixels = noise(3, 4, 5, 3)
+    found = ArraySet("x", "train", ["a"], np.zeros(3, np.uint8), pixels)
+    assert found.pixels() is pixels and np.shares_memory(found.read(1), pixels)
+    assert torch.from_numpy(found.labels).dtype == torch.int64 and torch.from_numpy(found.pixels()).shape == (3, 4, 5, 3)
+
+
+def test_fingerprints_follow_the_content() -> None:
+    pixels = noise(4, 3, 6, 1)
+    changed = pixels.copy()
+    changed[3, 2, 5, 0] ^= 1
+    made = [
+        ArraySet("x", "train", ["a", "b"], np.array([0, 1, 0, 1]), pixels),
+        ArraySet("x", "train", ["a", "b"], np.array([0, 1, 0, 0]), pixels),
+        ArraySet("x", "train", ["a", "c"], np.array([0, 1, 0, 1]), pixels),
+        ArraySet("x", "train", ["a", "b"], np.array([0, 1, 0, 1]), changed),
+        ArraySet("x", "train", ["a", "b"], np.array([0, 1, 0, 1]), pixels.reshape(4, 6, 3, 1)),
+        ArraySet("x", "train", ["a", "b"], np.array([0, 1, 0, 1]), pixels, masks=pixels[..., 0]),
+    ]
+    assert len({found.fingerprint for found in made}) == 6
+    assert ArraySet("x", "train", ["a", "b"], np.uint8([0, 1, 0, 1]), pixels.copy()).fingerprint == made[0].fingerprint
+    assert sets.digest("ab", "c") != sets.digest("a", "bc") and sets.digest("a", np.zeros(0)) != sets.digest("a")
+
+
+def test_a_subset_is_a_view() -> None:
+    base = numbered(masks=np.broadcast_to(np.arange(60, dtype=np.uint8)[:, None, None], (60, 2, 5)).copy(), variant="128 px")
+    part = subset(base, [7, 59, 7, 0])
+    assert (len(part), part.name, part.split, part.variant, part.classes) == (4, "things", "train", "128 px", base.classes)
+    assert part.labels.tolist() == [1, 2, 1, 0] and [int(part.read(i)[0, 0, 0]) for i in range(4)] == [7, 59, 7, 0]
+    assert np.array_equal(part.pixels(), base.pixels()[[7, 59, 7, 0]]) and part.masks(1).max() == 59  # type: ignore[union-attr]
+    assert part.where(1) == "things train, image 59" and np.shares_memory(part.read(1), base.pixels())
+    nested = subset(part, np.array([1, 3]))
+    assert nested.where(0) == "things train, image 59" and nested.read(1).max() == 0
+    marks = [base, part, nested, subset(base, [7, 59, 0, 7]), subset(base, range(60))]
+    assert len({x.fingerprint for x in marks}) == 5 and subset(base, (7, 59, 7, 0)).fingerprint == part.fingerprint
+
+
+def test_a_subset_of_files(tmp_path: Path) -> None:
+    for k in range(3):
+        put(tmp_path / f"a/{k}.png", noise(3, 4, 3, seed=k))
+    part = subset(folders.read(tmp_path, Asked("x", "train")), [2, 0])
+    assert part.where(0) == str(tmp_path / "a/2.png") == str(part.source(0)) and part.pixels() is None and part.masks(0) is None
+    assert np.array_equal(part.read(1), noise(3, 4, 3, seed=0))
+    put(tmp_path / "a/2.png", b"broken")
+    with pytest.raises(BadImageError, match=r"a/2\.png"):
+        part.read(0)
+
+
+@pytest.mark.parametrize(
+    ("indices", "told"),
+    [([], "no images"), ([60], r"60\.\.60; it has 0\.\.59"), ([-1, 3], r"-1\.\.3"), ([0.5], "float64"), ([[1]], "shape")],
+)
+def test_bad_subsets(indices: list[Any], told: str) -> None:
+    with pytest.raises((OptionError, ShapeError), match=told):
+        subset(numbered(), indices)
+
+
+def test_split_off() -> None:
+    base = numbered(200, 3, variant="128 px")
+    rest, out = split_off(base, 0.1)
+    places = [[int(x[0, 0, 0]) for x in part.pixels()] for part in (rest, out)]  # type: ignore[union-attr]
+    assert sorted(places[0] + places[1]) == list(range(200)) and [sorted(p) for p in places] == places and len(out) == 20
+    assert sorted(np.bincount(out.labels)) == [6, 7, 7]
+    assert (rest.variant, out.variant) == ("128 px, without 0.1 of train", "128 px, 0.1 of train, held out")
+    again = split_off(base, 0.1)
+    assert [x.fingerprint for x in again] == [rest.fingerprint, out.fingerprint]
+    other = split_off(base, 0.1, seed=1)[1]
+    assert other.labels.shape == (20,) and other.fingerprint != out.fingerprint
+    larger = [int(x[0, 0, 0]) for x in split_off(base, 0.3)[1].pixels()]  # type: ignore[union-attr]
+    assert set(places[1]) < set(larger) and len(larger) == 60
+
+
+def test_split_off_is_the_same_everywhere() -> None:
+    """These indices are a promise: a run on another machine must hold out the same images."""
+    _, out = split_off(numbered(40, 2), 0.2, seed=7)
+    assert [int(x[0, 0, 0]) for x in out.pixels()] == [5, 10, 11, 13, 15, 18, 24, 26]  # type: ignore[union-attr]
+
+
+def test_split_off_of_small_classes() -> None:
+    labels = np.array([0] * 50 + [1, 1, 2])
+    base = ArraySet("x", "train", ["a", "b", "c"], labels, noise(53, 2, 3, 1))
+    rest, out = split_off(base, 0.99)
+    assert np.bincount(rest.labels).tolist() == [1, 1, 1] and np.bincount(out.labels).tolist() == [49, 1]
+    for share in (0, 1e-6, 1.5, -1, float("nan"), True):
+        with pytest.raises(OptionError):
+            split_off(base, share)
+    with pytest.raises(OptionError, match="holds out none of the 1 images"):
+        split_off(ArraySet("x", "train", ["a"], np.zeros(1, int), noise(1, 2, 3, 1)), 0.5)
+
+
+def test_sets_go_to_other_processes(tmp_path: Path) -> None:
+    put(tmp_path / "a/\udcffodd é.png", noise(3, 4, 3))
+    files = folders.read(tmp_path, Asked("x", "train"))
+    tar(tmp_path / "s/x.tar", sample("k", noise(3, 4, 3), 0))
+    for found in (numbered(), files, subset(files, [0]), open_set(tmp_path / "s", "train")):
+        sent = pickle.loads(pickle.dumps(found))
+        assert (
+            np.array_equal(sent.read(0), found.read(0))
+            and sent.fingerprint == found.fingerprint
+            and sent.where(0) == found.where(0)
+        )
+
+
+def test_files_are_decoded_by_the_one_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(images, "decode", lambda data, name, **_: seen.append((data, name)) or noise(1, 1, 3))
+    FileSet("x", "train", ["a"], np.zeros(1, int), tmp_path, ["a/1.png"], [5]).read(0)
+    assert seen == [(tmp_path / "a/1.png", str(tmp_path / "a/1.png"))]
+
+
+# --- the real files --------------------------------------------------------------------------------------------------
+
+REAL = [
+    (name, split)
+    for name, entry in CATALOG.items()
+    for split in entry.counts
+    if entry.formats and entry.formats[0].what == "packed sheets"
+]
+
+
+@pytest.mark.parametrize(("name", "split"), REAL)
+def test_real_files(name: str, split: str) -> None:
+    """Counts, classes and every pixel of the packed splits, against manifest.json beside them."""
+    entry, folder = CATALOG[name], Path(DATA)
+    files = entry.formats[0].places[split]
+    for file in files:
+        if not DATA or not (folder / file).is_file():
+            pytest.skip(f"{file} not found; set DMST_DATA to the folder that holds it")
+    found = open_set(name, split, data_dir=folder)
+    pixels = found.pixels()
+    assert pixels is not None and len(found) == entry.counts[split] and " of " not in found.variant
+    told = {
+        x["file"]: x for one in json.loads((folder / "manifest.json").read_text())["datasets"].values() for x in one["files"]
+    }
+    start = 0
+    for file in files:
+        part = pixels[start : start + told[file]["count"]]
+        start += len(part)
+        assert list(part.shape) == told[file]["shape"]
+        if told[file]["exact"] or PIL.__version__ == "13.0.0":  # another libjpeg may differ by a level
+            assert hashlib.sha256(part).hexdigest() == told[file]["decoded_sha256"]
+    if name == "pets":
+        assert {k for i in range(20) for k in np.unique(found.masks(i))} == {1, 2, 3}  # type: ignore[arg-type]
