@@ -149,8 +149,9 @@ def _recipe_of(
     from dmst.engine.prepare import settings_of
     from dmst.errors import OptionError
 
-    if recipe is None and data is None:
-        raise OptionError("dmst train needs a recipe (`dmst recipes` lists them), or --data with a folder of images.")
-    changes = [f"data.name={json.dumps(data)}"] if data else []
-    changes += settings_of(recipe or "finetune", data, model, init_from, data_dir)
-    return recipe or "finetune", changes
+    if recipe is None:
+        if data is None:
+            raise OptionError("dmst train needs a recipe (`dmst recipes` lists them), or --data with a folder of images.")
+        return "finetune", settings_of(data, model, init_from, data_dir)
+    given = {"data.name": data, "model.name": model, "model.init_from": init_from}
+    return recipe, [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value]

@@ -1,0 +1,90 @@
+"""What a person sees of a run: a bar on a terminal, plain lines elsewhere, or nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+EVERY = 10.0  # seconds between plain lines
+
+
+class Quiet:
+    """Nothing; and the shape of the others."""
+
+    def say(self, text: str) -> None:
+        """A line."""
+
+    def begin(self, done: int, steps: int) -> None:
+        """Training begins, after `done` of `steps`."""
+
+    def step(self, done: int, steps: int, values: dict[str, Any]) -> None:
+        """After a step: epoch, loss, accuracy, images_per_s."""
+
+    def pause(self, what: str) -> None:
+        """Something else than steps takes its time."""
+
+    def end(self) -> None:
+        """The bar goes."""
+
+
+class Lines(Quiet):
+    """For files and pipes."""
+
+    def __init__(self) -> None:
+        self.console = Console(soft_wrap=True, highlight=False)
+        self._said = 0.0
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def step(self, done: int, steps: int, values: dict[str, Any]) -> None:
+        if time.monotonic() - self._said >= EVERY or done == steps:
+            self._said = time.monotonic()
+            self.say(f"step {done:,} of {steps:,}  {in_words(values)}  {remaining(done, steps, values)} left")
+
+
+class Bar(Quiet):
+    """For terminals."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True))
+        self._progress = Progress(*columns, TextColumn("{task.fields[values]}"), console=console, transient=True)
+        self._task = self._progress.add_task("training", total=None, values="")
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def begin(self, done: int, steps: int) -> None:
+        self._progress.reset(self._task, total=steps, completed=done, values="")
+        self._progress.start()
+
+    def step(self, done: int, steps: int, values: dict[str, Any]) -> None:
+        self._progress.update(self._task, completed=done, description="training", values=in_words(values))
+
+    def pause(self, what: str) -> None:
+        self._progress.update(self._task, description=what)
+
+    def end(self) -> None:
+        self._progress.stop()
+
+
+def watcher(quiet: bool = False) -> Quiet:
+    """A bar where somebody sits, lines where nobody does."""
+    console = Console()
+    return Quiet() if quiet else Bar(console) if console.is_terminal else Lines()
+
+
+def in_words(values: dict[str, Any]) -> str:
+    return (
+        f"epoch {values['epoch']:g}  loss {values['loss']:.4f}  accuracy {values['accuracy']:.1%}  "
+        f"{values['images_per_s']:,.0f} images/s"
+    )
+
+
+def remaining(done: int, steps: int, values: dict[str, Any]) -> str:
+    seconds = int((steps - done) * values["seconds"])
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -1,0 +1,114 @@
+"""How many images a model reads right: exact counts, every image once, whatever the number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dmst.data import catalog
+from dmst.data.loader import EvalStream, Place
+from dmst.data.sets import ImageSet
+from dmst.engine import prepare
+from dmst.engine.distributed import Group, joined
+from dmst.errors import NonFiniteError, OptionError
+from dmst.models import load_model
+
+
+class Score(NamedTuple):
+    images: int
+    right: int  # the largest logit is the label's
+    right5: int  # the label is among the five largest
+    loss: float  # mean cross-entropy, nats
+    by_class: list[tuple[int, int]]  # (right, count)
+
+    @property
+    def top1(self) -> float:
+        return self.right / max(self.images, 1)
+
+    @property
+    def top5(self) -> float:
+        return self.right5 / max(self.images, 1)
+
+    def told(self) -> dict[str, Any]:
+        return {"top1": self.top1, "top5": self.top5, "loss": self.loss, "right": self.right, "images": self.images}
+
+
+AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def precision(amp: str, device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, AMP[amp]) if amp in AMP else nullcontext()
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, stream: EvalStream, group: Group, *, amp: str = "none", tick: Callable[[int], None] = lambda count: None
+) -> Score:
+    """The score of `model`, in evaluation mode, on all that the processes' streams give."""
+    was, classes = model.training, len(stream.image_set.classes)
+    model.eval()
+    device = group.device
+    counts = torch.zeros(3, classes, dtype=torch.int64, device=device)  # right, right5, all: by class
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    sound = torch.ones((), dtype=torch.bool, device=device)
+    dtype = next(model.parameters()).dtype
+    try:
+        for batch in stream:
+            with precision(amp, device):
+                logits = model(batch.images.to(dtype)).to(torch.promote_types(dtype, torch.float32))
+            counts, loss, sound = _add(counts, loss, sound, logits, batch.labels, batch.weight)
+            tick(len(batch.labels))
+    finally:
+        model.train(was)
+    counts, loss = group.sum(counts), group.sum(loss)
+    if group.any(not bool(sound)):
+        raise NonFiniteError("the logits of an evaluation hold NaN or infinity: these weights cannot be judged.")
+    right, right5, count = (int(x) for x in counts.sum(1))
+    by_class = list(zip(counts[0].tolist(), counts[2].tolist(), strict=True))
+    return Score(count, right, right5, loss.item() / max(count, 1), by_class)
+
+
+def evaluate_weights(
+    weights: str | Path,
+    data: str,
+    *,
+    split: str = "test",
+    data_dir: str | Path | None = None,
+    device: str | None = None,
+    workers: int = 0,
+    batch_size: int = 256,
+    amp: str = "none",
+    crop_pct: float = 0.0,
+    tick: Callable[[int], None] = lambda count: None,
+) -> tuple[Score, ImageSet]:
+    """The score of a saved model, or of the one in final/ of a run, on a split of a dataset; and that split."""
+    model = load_model(prepare.weights_in(weights))
+    image_set = catalog.open_set(data, split, data_dir=data_dir)
+    if len(image_set.classes) != model.num_classes:
+        raise OptionError(
+            f"{weights} tells {model.num_classes} classes apart, and {data} has {len(image_set.classes)}: fine-tune it first "
+            f"(dmst train --data {data} --init-from {weights} --out DIR)."
+        )
+    with joined(device) as group:
+        model.to(group.device)
+        view = prepare.view_of(model, crop_pct)
+        size = min(batch_size, len(image_set))
+        place = Place(group.rank, group.world)
+        stream = EvalStream(image_set, view, batch_size=size, place=place, device=group.device, workers=workers)
+        return evaluate(model, stream, group, amp=amp, tick=tick), image_set
+
+
+def _add(counts: Tensor, loss: Tensor, sound: Tensor, logits: Tensor, labels: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    counted = weight > 0
+    best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+    hits = torch.stack((logits.argmax(1) == labels, best.any(1), torch.ones_like(counted))) & counted
+    counts = counts.index_add(1, labels, hits.to(counts.dtype))
+    each = F.cross_entropy(logits, labels, reduction="none").to(torch.float64)
+    sound = sound & torch.isfinite(logits[counted]).all()
+    return counts, loss + torch.where(counted, each, 0).sum(), sound

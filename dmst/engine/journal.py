@@ -1,0 +1,108 @@
+"""The journal of a run: one JSON line an event, which console, report, TensorBoard and later tables read alike.
+
+    {"event": "start", "step": 0, ...}       what is trained on what, with which versions
+    {"event": "step", "step": 40, "epoch": 1, "loss": ..., "accuracy": ..., "lr": ..., "norm": ..., "images_per_s": ...}
+    {"event": "evaluation", "step": 66, "epoch": 3, "model": {"top1": ..., ...}, "ema": {...}, probes by name}
+    {"event": "checkpoint", "step": 66}      {"event": "end", "step": 352, ...}
+
+A resumed run takes back the lines after its checkpoint, for it will write them again. Numbers that are not finite are null.
+With `keep_going` lines for which the disk has no room are dropped. `listeners` hear every event too, as
+`log(values, step)`, the shape that trackers take: `train(..., listeners=[wandb_run.log])`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dmst import whole
+from dmst.errors import FullDiskError, SaveError, need
+
+NAME = "journal.jsonl"
+Listener = Callable[[dict[str, Any], int], None]
+
+
+class Journal:
+    def __init__(self, folder: Path | None, listeners: Sequence[Listener] = ()) -> None:
+        self.path = None if folder is None else folder / NAME  # None: another process writes it
+        self.listeners = listeners
+        self.keep_going = False
+        self._before = ""  # what must come before the next line
+
+    def take_back(self, step: int, *, ended: bool = False) -> list[dict[str, Any]]:
+        """Drop what came after `step`, a line that a kill cut off, and the end if it was none; returns what is left."""
+        if self.path is None or not self.path.exists():
+            return []
+        kept = [event for event in read(self.path) if event["step"] <= step and (ended or event["event"] != "end")]
+        text = "".join(map(_line, kept))
+        if text != self.path.read_text(encoding="utf-8", errors="replace"):
+            whole.write_text(self.path, text)
+        return kept
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        if self.path is None:
+            return
+        line = {"event": event, "step": step, "time": round(time.time(), 3), **values}
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(self._before + _line(line))
+            self._before = ""
+        except OSError as error:
+            full, self._before = error.errno in whole.NO_ROOM, "\n"  # half of the line may be there
+            if not (full and self.keep_going):
+                raise (FullDiskError if full else SaveError)(
+                    f"{self.path} could not be written ({error.strerror}): the run stops; its checkpoints are safe."
+                ) from error
+        for listener in self.listeners:
+            listener(values, step)
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a journal, in order; a last line that was cut off is left out."""
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            event = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and isinstance(event.get("step"), int) and "event" in event:
+            yield event
+
+
+def _line(event: dict[str, Any]) -> str:
+    return json.dumps(_plain(event), allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def tensorboard(folder: Path) -> Listener:
+    """A listener that writes every number to `folder` for TensorBoard."""
+    writer = need("torch.utils.tensorboard", "track").SummaryWriter(str(folder))
+
+    def listen(values: dict[str, Any], step: int) -> None:
+        for name, value in _numbers(values, ""):
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return listen
+
+
+def _numbers(values: Any, name: str) -> Iterator[tuple[str, float]]:
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _numbers(value, f"{name}/{key}" if name else str(key))
+    elif isinstance(values, list):
+        for i, value in enumerate(values):
+            yield from _numbers(value, f"{name}/{i}")
+    elif isinstance(values, int | float) and not isinstance(values, bool):
+        yield name, float(values)

@@ -1,0 +1,139 @@
+"""How weights are stepped.
+
+    groups      biases, norms, scales, temperatures, tokens and positions are not decayed (model.no_weight_decay); all else is
+    adamw       every parameter
+    muon        the matrices of the blocks by Muon, at matrix_lr; the rest by AdamW
+    lr          a line from warmup_lr to the peak, then half a cosine to min_lr, step by step
+    ema         mean <- mean + (1 - min(decay, (1 + t) / (10 + t))) (weights - mean) after step t, running statistics likewise
+
+State is kept by the parameters' names, never by their places.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmst.engine.muon import Muon
+from dmst.engine.sections import Recipe, Schedule
+from dmst.models import VisionModel
+from dmst.operators.orthonormal import OrthonormalLinear
+
+
+def lr_factor(step: int, steps: int, steps_per_epoch: int, schedule: Schedule, peak: float) -> float:
+    """The learning rate of a step (from 0), as a share of its peak."""
+    warmup = schedule.warmup_epochs * steps_per_epoch
+    if step < warmup:
+        return (schedule.warmup_lr + (peak - schedule.warmup_lr) * step / warmup) / peak
+    if schedule.sched == "constant":
+        return 1.0
+    done = (step - warmup) / max(steps - warmup, 1)
+    return (schedule.min_lr + (peak - schedule.min_lr) * 0.5 * (1 + math.cos(math.pi * done))) / peak
+
+
+class Optimizer:
+    """AdamW, and Muon where it is asked for. Inside a CUDA graph (`recorded`) learning rates are tensors."""
+
+    def __init__(self, model: VisionModel, recipe: Recipe, *, recorded: bool = False) -> None:
+        optim, kept = recipe.optim, model.no_weight_decay()
+        self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        matrices = [p for p, name in self.names.items() if optim.opt == "muon" and is_matrix(name, p)]
+        chosen = set(matrices)
+        rest = [(p, name) for p, name in self.names.items() if p not in chosen]
+        decayed = [p for p, name in rest if p.ndim > 1 and name not in kept]
+        plain = [p for p, name in rest if p.ndim <= 1 or name in kept]
+        groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.recorded, device = recorded, next(model.parameters()).device
+
+        def rate(peak: float) -> Any:
+            return torch.tensor(peak, device=device) if recorded else peak
+
+        self.parts: list[tuple[torch.optim.Optimizer, float]] = []
+        peak, matrix_peak = optim.lr * recipe.lr_scale, optim.matrix_lr * recipe.lr_scale
+        adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=rate(peak), betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True, capturable=recorded,
+        )  # fmt: skip
+        for p, _ in rest:
+            count = torch.zeros((), dtype=torch.float32, device=p.device)
+            adamw.state[p] = {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        self.parts.append((adamw, peak))
+        if matrices:
+            muon = Muon(matrices, rate(matrix_peak), weight_decay=optim.weight_decay)
+            for p in matrices:
+                muon.state[p] = {"mean": torch.zeros_like(p)}
+            self.parts.append((muon, matrix_peak))
+
+    def set_lr(self, factor: float) -> float:
+        """Every learning rate as `factor` of its peak; returns that of AdamW."""
+        for part, peak in self.parts:
+            for group in part.param_groups:
+                if self.recorded:
+                    group["lr"].fill_(peak * factor)
+                else:
+                    group["lr"] = peak * factor
+        return self.parts[0][1] * factor
+
+    def step(self) -> None:
+        for part, _ in self.parts:
+            part.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors themselves, by parameter and kind: `blocks.0.norm.weight.exp_avg`."""
+        found: dict[str, Tensor] = {}
+        for p, name in self.names.items():
+            for part, _ in self.parts:
+                found |= {f"{name}.{kind}": tensor for kind, tensor in part.state.get(p, {}).items()}
+        return found
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether Muon steps it: a matrix of a block, and no thin one, such as the scores' weights."""
+    return name.startswith(("blocks.", "class_blocks.")) and parameter.ndim == 2 and min(parameter.shape) >= 8
+
+
+class Mean:
+    """The running mean of a model's weights, as a model."""
+
+    def __init__(self, model: VisionModel, decay: float) -> None:
+        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.decay = decay
+        weight = next(model.parameters())
+        self._share = torch.zeros((), dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+        self._mine, self._theirs = ([x for x in m.state_dict().values() if x.is_floating_point()] for m in (self.model, model))
+        self._counts = [
+            (mine, theirs)
+            for mine, theirs in zip(self.model.state_dict().values(), model.state_dict().values(), strict=True)
+            if not mine.is_floating_point()
+        ]
+
+    def set_step(self, step: int) -> None:
+        self._share.fill_(1 - min(self.decay, (1 + step) / (10 + step)))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        away = torch._foreach_sub(self._theirs, self._mine)
+        torch._foreach_mul_(away, self._share)
+        torch._foreach_add_(self._mine, away)
+        for mine, theirs in self._counts:
+            mine.copy_(theirs)
+
+
+def retract(*models: nn.Module) -> None:
+    """Orthonormal matrices back onto their manifold, which a step leaves."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, OrthonormalLinear):
+                module.retract_()
+
+
+@torch.no_grad()
+def put(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    """Copy by name into tensors that are in use."""
+    for name, tensor in tensors.items():
+        into[name].copy_(tensor)

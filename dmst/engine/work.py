@@ -1,0 +1,300 @@
+"""One step: gradients of a batch, a look at them, and only then the weights.
+
+    gradients    loss = sum_i weight_i CE_i / count over the global batch, in micro-steps; the norm of all gradients
+    judged       loss and norm must be finite: else nothing is applied (fp16: the scale halves, the step is skipped and counted)
+                 and the statistics of batch norms, which the forward pass moved, are put back
+    apply        clipping, optimizer, orthonormal matrices, running mean
+
+With `graph` both halves are recorded once as CUDA graphs and replayed: the host then asks for two launches a step. Recording
+runs them a few times; every tensor that this changes is put back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from dmst.data.chance import small_seed
+from dmst.data.loader import Batch
+from dmst.engine.distributed import Group, share_batch_norms
+from dmst.engine.evaluate import precision
+from dmst.engine.optim import Mean, Optimizer, retract
+from dmst.engine.sections import Recipe
+from dmst.errors import DeviceMemoryError, NonFiniteError, OptionError
+from dmst.models import VisionModel
+from dmst.operators.orthonormal import OrthonormalLinear
+
+MOST_SKIPS = 20
+ON_DEVICE = ("images", "targets", "labels", "weight")  # of a batch
+GROW = 2000  # steps without a skip after which fp16's scale doubles
+
+
+class Told(NamedTuple):
+    """Of one step."""
+
+    loss: float  # mean over the images that count
+    accuracy: float
+    norm: float
+
+
+class Work:
+    def __init__(self, model: VisionModel, recipe: Recipe, group: Group) -> None:
+        run = recipe.run
+        self.model, self.recipe, self.group = model, recipe, group
+        self.recorded = run.graph and group.device.type == "cuda"
+        if self.recorded and (group.world > 1 or run.accumulate > 1):
+            raise OptionError("run.graph records one process and one micro-step: set run.graph=false, or run.accumulate=1.")
+        if group.world > 1:
+            share_batch_norms(model)
+        if run.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.set_grad_checkpointing(run.grad_checkpointing)
+        self.optimizer = Optimizer(model, recipe, recorded=self.recorded)
+        self.mean = Mean(model, recipe.optim.model_ema) if recipe.optim.model_ema else None
+        self.net: nn.Module = torch.compile(model, dynamic=False) if run.compile else model  # type: ignore[assignment]
+        if group.world > 1:
+            self.net = DistributedDataParallel(self.net, [group.device] if group.device.type == "cuda" else None)
+        self.parameters = list(self.optimizer.names)
+        self.scale, self.good, self.skipped = (2.0**16 if run.amp == "fp16" else 1.0), 0, 0
+        self.tied = any(isinstance(module, OrthonormalLinear) for module in model.modules())
+        self.random = _is_random(model)
+        dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        self._factor = torch.ones((), dtype=dtype, device=group.device)
+        self._sums = torch.zeros(4, dtype=torch.float64, device=group.device)  # loss, right, bad inputs; norm
+        self._statistics, self._under_way = _statistics(model), False
+        self._held: Batch | None = None
+        self._ahead: tuple[Iterator[Batch], Batch] | None = None  # the next batch, and where it comes from
+        self._replay: tuple[Callable[[], None], Callable[[], None]] | None = None
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def step(self, step: int, batches: Iterator[Batch], count: float, lr_factor: float, indices: Callable[[], Any]) -> Told:
+        """Take step number `step` (from 0) on the next micro-batches; `count` images of the global batch count."""
+        self.begin(step, batches, count, lr_factor)
+        return self.finish(step, count, indices)
+
+    def begin(self, step: int, batches: Iterator[Batch], count: float, lr_factor: float) -> None:
+        """The gradients. A GPU is still at work on them when this returns."""
+        self.model.train()
+        self.optimizer.set_lr(lr_factor)
+        if self.mean is not None:
+            self.mean.set_step(step)
+        self._under_way = False
+        try:
+            self._gradients(step, batches, count)
+        except BaseException as error:
+            self._take_back()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise DeviceMemoryError(self._too_large(step)) from error
+            raise
+
+    def finish(self, step: int, count: float, indices: Callable[[], Any]) -> Told:
+        """Look at the gradients; then, and only if they are finite, move the weights."""
+        loss, right, bad_inputs, norm = self._whole_sums()
+        told = Told(loss / max(count, 1), right / max(count, 1), norm)
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._apply()
+            self._rescale(True)
+        elif self.recipe.run.amp == "fp16" and math.isfinite(loss) and self.skipped < MOST_SKIPS:
+            self._rescale(False)
+        else:
+            first = self._first_bad(loss, bad_inputs)
+            self._take_back()
+            raise NonFiniteError(
+                f"step {step}: {first}. Nothing was applied. Images of the batch: {_some(indices())}. Mostly the learning rate "
+                f"is too high (--set optim.lr={self.recipe.optim.lr / 3:.1g}), or gradients need a limit (optim.clip_grad=1)."
+            )
+        return told
+
+    def _gradients(self, step: int, batches: Iterator[Batch], count: float) -> None:
+        run, micro_steps = self.recipe.run, self.recipe.run.accumulate
+        self._factor.fill_(self.group.world * self.scale / max(count, 1))
+        if self.recorded:
+            ahead, self._ahead = self._ahead, None
+            batch = ahead[1] if ahead is not None and ahead[0] is batches else next(batches)
+            self._record(batch)
+            self._seed(step, 0)  # after the recording, which draws too
+            assert self._held is not None and self._replay is not None
+            for name in ON_DEVICE:
+                getattr(self._held, name).copy_(getattr(batch, name))
+            self._under_way = True
+            self._replay[0]()
+            if (coming := next(batches, None)) is not None:  # made while the device is busy with this one
+                self._ahead = batches, coming
+            return
+        self.forget()
+        self._begin_sums()
+        self._under_way = True
+        for micro in range(micro_steps):
+            batch = next(batches)
+            self._seed(step, micro)
+            later = micro + 1 < micro_steps and isinstance(self.net, DistributedDataParallel)
+            with self.net.no_sync() if later else nullcontext():  # type: ignore[operator]
+                self._add(batch)
+        self._close(run.amp == "fp16")
+
+    def _add(self, batch: Batch) -> None:
+        """The gradients of one micro-batch, onto those that are there."""
+        optim, run = self.recipe.optim, self.recipe.run
+        images = batch.images.to(self.parameters[0].dtype)
+        if run.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        with precision(run.amp, self.group.device):
+            logits = self.net(images)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        each = F.cross_entropy(logits, batch.targets.to(logits.dtype), label_smoothing=optim.smoothing, reduction="none")
+        loss = (each * batch.weight).sum()
+        (loss * self._factor).backward()
+        right = ((logits.detach().argmax(1) == batch.labels) & (batch.weight > 0)).sum()
+        bad = (~torch.isfinite(images)).any()
+        self._sums[:3] += torch.stack((loss.detach(), right.to(loss.dtype), bad.to(loss.dtype)))
+
+    def _begin_sums(self) -> None:
+        self._sums.zero_()
+        for now, before in self._statistics:
+            torch._foreach_copy_(before, now)
+
+    def _close(self, scaled: bool) -> None:
+        """Gradients to their own scale, and their norm."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        if scaled:
+            torch._foreach_mul_(grads, 1 / self.scale)
+        self._sums[3] = nn.utils.get_total_norm(grads)
+
+    def _apply(self) -> None:
+        if self._replay is not None:
+            self._replay[1]()
+        else:
+            self._move()
+
+    def _move(self) -> None:
+        if clip := self.recipe.optim.clip_grad:  # not before: a NaN in one gradient would be in all
+            nn.utils.clip_grads_with_norm_(self.parameters, clip, self._sums[3].to(self._factor.dtype))
+        self.optimizer.step()
+        if self.tied:
+            retract(self.model)
+        if self.mean is not None:
+            self.mean.update()
+            if self.tied:
+                retract(self.mean.model)
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        if self._replay is None:
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def _take_back(self) -> None:
+        """As it was before the step, but for the gradients of recorded steps, which the next one clears."""
+        self.forget()
+        for now, before in self._statistics if self._under_way else ():
+            torch._foreach_copy_(now, before)
+
+    def _seed(self, step: int, micro: int) -> None:
+        """Dropout and stochastic depth are functions of the step: no generator's state needs saving."""
+        if self.random:
+            torch.manual_seed(small_seed("step", self.recipe.run.seed, step, micro, self.group.rank))
+
+    def _whole_sums(self) -> list[float]:
+        if self.group.world > 1:
+            self.group.sum(shared := self._sums[:3].clone())
+            self._sums[:3] = shared
+        return self._sums.tolist()
+
+    def _rescale(self, good: bool) -> None:
+        if self.recipe.run.amp != "fp16":
+            return
+        self.good, self.skipped = (self.good + 1, 0) if good else (0, self.skipped + 1)
+        if not good:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good == GROW:
+            self.scale, self.good = min(self.scale * 2, 2.0**24), 0
+
+    # --- what a message says -----------------------------------------------------------------------------------------
+
+    def _first_bad(self, loss: float, bad_inputs: float) -> str:
+        if bad_inputs:
+            return "the images hold NaN or infinity"
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        for parameter, name in self.optimizer.names.items():
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                return f"the gradient of {name} holds NaN or infinity"
+        return "the norm of the gradients is not finite"
+
+    def _too_large(self, step: int) -> str:
+        run, device = self.recipe.run, self.group.device
+        each, side = run.batch_size // run.accumulate // self.group.world, self.model.config.img_size[0]  # type: ignore[index]
+        peak = f", peak {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB" if device.type == "cuda" else ""
+        return (
+            f"step {step} does not fit on {device}: {each} images of {side} x {side} pixels at a time{peak}. "
+            f"Nothing was applied. Try --set run.accumulate={2 * run.accumulate}, or --set run.grad_checkpointing=true."
+        )
+
+    # --- CUDA graphs -------------------------------------------------------------------------------------------------
+
+    def _record(self, batch: Batch) -> None:
+        """Once: both halves as graphs, on tensors that stay."""
+        if self._replay is not None:
+            return
+        self._held = batch._replace(**{name: getattr(batch, name).clone() for name in ON_DEVICE})
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        held = self._held
+
+        def first() -> None:
+            torch._foreach_zero_(grads)
+            self._begin_sums()
+            self._add(held)
+            self._close(False)
+
+        state = [*self.model.state_dict().values(), *self.optimizer.state().values()]
+        state += [] if self.mean is None else list(self.mean.model.state_dict().values())
+        half = recorded(first, state, self.group.device)
+        self._replay = half, (self._move if self.tied else recorded(self._move, state, self.group.device))
+
+
+def recorded(call: Callable[[], None], state: list[Tensor], device: torch.device) -> Callable[[], None]:
+    """`call` as a CUDA graph; `state` is as before when this returns."""
+    kept = [x.clone() for x in state]
+    aside = torch.cuda.Stream(device)
+    aside.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                call()
+    finally:  # also where memory does not suffice
+        torch.cuda.current_stream(device).wait_stream(aside)
+        with torch.no_grad():
+            for x, old in zip(state, kept, strict=True):
+                x.copy_(old)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _statistics(model: nn.Module) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """What the forward pass itself moves, and room for what it was: counts apart, so that each list is one launch."""
+    found = [x for module in model.modules() if isinstance(module, nn.BatchNorm2d) for x in module.buffers()]
+    lists = [[x for x in found if x.is_floating_point() == which] for which in (True, False)]
+    return [(part, [x.clone() for x in part]) for part in lists if part]
+
+
+def _is_random(model: VisionModel) -> bool:
+    config = model.config
+    options = [value for name, value in config.operator_options.items() if "drop" in name]
+    return any((config.drop_rate, config.proj_drop_rate, config.drop_path_rate, *options))
+
+
+def _some(indices: Any) -> str:
+    found = [int(i) for i in indices]
+    return ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
