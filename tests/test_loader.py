@@ -58,13 +58,20 @@ def ramps() -> ArraySet:
 
 
 class Files(ImageSet):
-    """A set without an array: images of two sizes; `refused` are damaged, `deadly` kill the worker that reads them."""
+    """A set without an array: images of two sizes; `refused` are damaged, `deadly` kill the worker that reads them, and where
+    `broken` are the disk itself fails."""
 
     def __init__(
-        self, n: int = 40, c: int = 3, refused: tuple[int, ...] = (), deadly: tuple[int, ...] = (), one_size: bool = False
+        self,
+        n: int = 40,
+        c: int = 3,
+        refused: tuple[int, ...] = (),
+        deadly: tuple[int, ...] = (),
+        broken: tuple[int, ...] = (),
+        one_size: bool = False,
     ) -> None:
         super().__init__("files", "train", [f"class {k}" for k in range(CLASSES)], np.arange(n) % CLASSES, fingerprint="")
-        self.c, self.refused, self.deadly, self.one_size = c, refused, deadly, one_size
+        self.c, self.refused, self.deadly, self.broken, self.one_size = c, refused, deadly, broken, one_size
 
     def where(self, index: int) -> str:
         return f"folder/{index}.jpg"
@@ -72,6 +79,8 @@ class Files(ImageSet):
     def read(self, index: int) -> np.ndarray:
         if index in self.refused:
             raise BadImageError(self.where(index), "truncated")
+        if index in self.broken:
+            raise OSError("the disk is gone")
         if index in self.deadly and get_worker_info() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         shape = (SIZE, SIZE) if self.one_size else (17, 23) if index % 2 else (31, 19)
@@ -376,18 +385,21 @@ def test_a_damaged_image_is_named(workers: int) -> None:
     with pytest.raises(BadImageError) as caught:
         list(stream(Files(refused=(7,)), Augment(), workers=workers).batches(0, 3))
     assert (caught.value.name, caught.value.reason) == ("folder/7.jpg", "truncated")
+    with pytest.raises(OSError, match="the disk is gone"):  # and nobody has died of it
+        list(stream(Files(broken=(7,)), Augment(), workers=workers).batches(0, 3))
 
 
 def test_a_killed_worker_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """And it comes from the stream: no handler is left that could throw it into the middle of a training step."""
     monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", False)  # as in a fresh process
-    assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     start = time.monotonic()
-    batches = stream(Files(deadly=(int(stream().indices(1)[0]),)), Augment(), workers=2).batches(0, 2)
+    deadly = int(stream(batch_size=4).indices(4)[0])  # read only once the first of five batches is taken
+    batches = stream(Files(deadly=(deadly,)), Augment(), batch_size=4, workers=2).batches(0, 5)
     next(batches)
     assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
     with pytest.raises(DmstError, match=r"a worker process that reads images has died .*fewer workers than 2"):
-        next(batches)
+        list(batches)
     assert time.monotonic() - start < 25
 
 

@@ -2,6 +2,7 @@
 
 rates.py (how many nats each layer's tokens cost)      membership.py (which token belongs where, as images)
 charts.py (lines and tables of cells, as SVG and HTML) report.py (one self-contained page of them)
+probes.py (what each layer does, asked during training) run_report.py (the page of a training run, from its journal)
 """
 
 from dmst.analysis.membership import colour, gate_by_class, maps, overlay, picture, sheet

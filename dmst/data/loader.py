@@ -31,7 +31,7 @@ __all__ = ["Batch", "EvalStream", "Place", "TrainStream", "View"]
 
 
 class _Stream:
-    """What both streams share: the set, where its pixels are, and what goes without saying for one of the paths."""
+    """What both streams share: the set, where its pixels are, and notes: what a log should say."""
 
     def __init__(
         self,
@@ -220,8 +220,10 @@ class EvalStream(_Stream):
     def __iter__(self) -> Iterator[Batch]:
         places = torch.arange(self.first, self.first + self._count * self.batch_size).split(self.batch_size)
         chosen = [place.clamp(max=max(self.last - 1, 0)) for place in places]
-        keys = [[(0, index) for index in batch.tolist()] for batch in chosen]
-        pixels = iter(()) if self._pixels is not None else read(self._samples, keys, self.workers, self.device)
+        pixels: Iterator[Tensor] = iter(())
+        if self._pixels is None:
+            keys = [[(0, index) for index in batch.tolist()] for batch in chosen]
+            pixels = read(self._samples, keys, self.workers, self.device)
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         for place, index in zip(places, chosen, strict=True):
             sample = _sent(index, self.device)

@@ -85,16 +85,22 @@ def read(samples: Samples, keys: Any, workers: int, device: torch.device) -> Ite
             found = next(batches)
         except StopIteration:
             return
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, OSError, EOFError) as error:
+            if not workers or not _says_that_one_died(error):
                 raise
             raise DmstError(
-                f"a worker process that reads images has died ({str(error).strip()}). Mostly memory ran out: "
-                f"try fewer workers than {workers}, or look for the kernel's out-of-memory messages."
+                f"a worker process that reads images has died ({str(error).strip() or type(error).__name__}). "
+                f"Mostly memory ran out: try fewer workers than {workers}, or look for the kernel's out-of-memory messages."
             ) from error
         if isinstance(found, list):
             raise BadImageError(*found[0])
         yield found.to(device, non_blocking=True)
+
+
+def _says_that_one_died(error: Exception) -> bool:
+    """torch says so; or a batch that waits in a dead worker's memory cannot be fetched. What a worker caught is not meant."""
+    told = str(error)
+    return told.startswith("DataLoader worker") if isinstance(error, RuntimeError) else not told.startswith("Caught ")
 
 
 def _without_handler(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
