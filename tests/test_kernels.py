@@ -71,7 +71,7 @@ def test_second_derivatives_are_right(case: tuple) -> None:
         mine = kernels.Weights(*(None if w is None else next(given) for w in weights))
         return closed_form.attend(z, mine, operator.form, grid=(2, 2), dtype=F64)
 
-    assert torch.autograd.gradgradcheck(call, (z, *tensors))
+    assert torch.autograd.gradgradcheck(call, (z, *tensors), fast_mode=True)  # in random directions: ten times as fast
 
 
 @family

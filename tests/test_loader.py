@@ -400,7 +400,7 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPa
     assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
     with pytest.raises(DmstError, match=r"a worker process that reads images has died .*fewer workers than 2"):
         list(batches)
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < 60
 
 
 def test_no_global_generator_is_touched() -> None:
