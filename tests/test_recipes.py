@@ -80,7 +80,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "ablation_svhn": ABLATION | {"data.name": "svhn", "augment.flip": 0},
     "cifar10": {"model.name": "dmst_cifar", "data.name": "cifar10", "run.amp": "bf16"},
     "finetune": {"model.name": "dmst_small", "augment.flip": 0.5, "augment.mixup": 0},
-    # dmst/demo/training.py
+    # what `dmst demo` runs
     "digits": {
         "model.name": "dmst_digits", "data.name": "digits", "optim.opt": "muon", "optim.lr": 0.01, "optim.matrix_lr": 0.05,
         "optim.weight_decay": 0.05, "optim.beta1": 0.9, "optim.beta2": 0.99, "optim.smoothing": 0.1, "optim.clip_grad": 1,

@@ -16,9 +16,13 @@ from dmst.analysis.charts import Line, cells, line_chart
 from dmst.analysis.membership import colour, gate_by_class, maps, picture
 from dmst.analysis.rates import LayerRates, layer_rates
 from dmst.analysis.report import Section, image, ramp, table, tabs, tiles, write_report
-from dmst.data.digits import Split, digits
-from dmst.demo import Results, summary, versions
-from dmst.demo.training import Recipe, Run
+from dmst.data import catalog
+from dmst.data.loader import Batch, EvalStream
+from dmst.demo import Results, summary
+from dmst.demo.runs import Run
+from dmst.engine.prepare import view_of
+from dmst.engine.recipe import read_recipe
+from dmst.engine.train import versions
 from dmst.models import Trace, VisionModel
 
 COLOURS = {"dmst_digits": "c1", "tost_digits": "c2", "vit_digits": "c3"}
@@ -27,12 +31,12 @@ TILE = 80  # pixels of one map on the page
 
 
 def write_page(path: Path, results: Results, dmst_model: VisionModel, tost_model: VisionModel, vit_model: VisionModel) -> Path:
-    split = digits()
+    unseen = _unseen(dmst_model)
     with torch.no_grad():
-        traces = {m.config.name: m.trace(split.test_images) for m in (dmst_model, tost_model)}
+        traces = {m.config.name: m.trace(unseen.images) for m in (dmst_model, tost_model)}
     mine = traces["dmst_digits"]
     rates = {
-        (m.config.name, at): layer_rates(m, split.test_images, at=at)
+        (m.config.name, at): layer_rates(m, unseen.images, at=at)
         for m in (dmst_model, tost_model)
         for at in ("input", "output")
     }
@@ -45,22 +49,28 @@ def write_page(path: Path, results: Results, dmst_model: VisionModel, tost_model
         "compute. Every map is a tensor that the network computed, drawn cell for cell.</p>"
         + tiles(
             [
-                (f"{read:.1%}", f"of {len(split.test_labels)} unseen digits read, {_mean(runs)}"),
+                (f"{read:.1%}", f"of {len(unseen.labels)} unseen digits read, {_mean(runs)}"),
                 (f"{runs[0].parameters:,}", "parameters"),
                 (f"{silent:.0%}", "of its heads silent, on average"),
-                (f"{results.seconds:.0f} s", f"for all {len(results.runs)} runs"),
+                (f"{sum(run.seconds for run in results.runs):.0f} s", f"of one core, for all {len(results.runs)} runs"),
             ]
         )
     )
     sections = [
         Section("Learning", _learning(results)),
-        Section("Where each pixel belongs", _memberships(mine, traces["tost_digits"], split)),
-        Section("Which heads a digit uses", _gates(mine, split)),
+        Section("Where each pixel belongs", _memberships(mine, traces["tost_digits"], unseen)),
+        Section("Which heads a digit uses", _gates(mine, unseen)),
         Section("What the layers do to the rate", _rates(rates)),
-        Section("The digits it gets wrong", _mistakes(mine.logits, split)),
+        Section("The digits it gets wrong", _mistakes(mine.logits, unseen)),
         Section("How this was made", _made(results)),
     ]
     return write_report(path, "A transformer you can look into", lead, sections)
+
+
+def _unseen(model: VisionModel) -> Batch:
+    """The held-out digits, as the networks take them: all three look alike at an image."""
+    image_set = catalog.open_set("digits", "test")
+    return next(iter(EvalStream(image_set, view_of(model), batch_size=len(image_set))))
 
 
 def _learning(results: Results) -> str:
@@ -68,7 +78,7 @@ def _learning(results: Results) -> str:
     reads: list[Line] = []
     for name, colour_class in COLOURS.items():
         runs = results.of(name)
-        epochs = list(range(1, results.recipe.epochs + 1))
+        epochs = list(range(1, results.recipe.schedule.epochs + 1))
         for lines, rows in ((losses, [r.losses for r in runs]), (reads, [[100 * a for a in r.accuracies] for r in runs])):
             steps = list(zip(*rows, strict=True))
             band = len(runs) > 1
@@ -96,12 +106,12 @@ def _learning(results: Results) -> str:
     )
 
 
-def _memberships(mine: Trace, tost: Trace, split: Split) -> str:
-    chosen = _examples(split.test_labels)
-    views = [(f"layer {i + 1}", _map_table(mine, i, chosen, split, 0.0, 1.0)) for i in range(len(mine.layers))]
+def _memberships(mine: Trace, tost: Trace, unseen: Batch) -> str:
+    chosen = _examples(unseen.labels)
+    views = [(f"layer {i + 1}", _map_table(mine, i, chosen, unseen, 0.0, 1.0)) for i in range(len(mine.layers))]
     last = len(tost.layers) - 1
     seen = maps(tost, last)[chosen]
-    views.append((f"ToST, layer {last + 1}", _map_table(tost, last, chosen, split, seen.min().item(), seen.max().item())))
+    views.append((f"ToST, layer {last + 1}", _map_table(tost, last, chosen, unseen, seen.min().item(), seen.max().item())))
     return (
         "<p>A DMST layer gives every pixel a <b>membership</b> between 0 and 1 in each of its heads (each head is a subspace), "
         "and every image a <b>gate</b> per head. Yellow pixels belong to the head, dark ones do not. A head whose gate is "
@@ -112,16 +122,16 @@ def _memberships(mine: Trace, tost: Trace, split: Split) -> str:
     )
 
 
-def _map_table(trace: Trace, layer: int, chosen: Sequence[int], split: Split, low: float, high: float) -> str:
+def _map_table(trace: Trace, layer: int, chosen: Sequence[int], unseen: Batch, low: float, high: float) -> str:
     """Digits across, the image and then every head down."""
     every, gate = maps(trace, layer), trace.layers[layer].parts.gate
     sure = trace.logits.softmax(-1)
     row = ""
     for i in chosen:
-        says, truth = int(sure[i].argmax()), int(split.test_labels[i])
+        says, truth = int(sure[i].argmax()), int(unseen.labels[i])
         wrong = "" if says == truth else f"<b>is {truth},</b> "
         caption = f"{wrong}read as {says}, {sure[i, says]:.0%}"
-        row += f"<td>{_figure(picture(split.test_images[i]), f'digit {truth}', caption)}</td>"
+        row += f"<td>{_figure(picture(unseen.images[i]), f'digit {truth}', caption)}</td>"
     out = [f"<tr><th scope=row>image</th>{row}</tr>"]
     for k in range(every.shape[1]):
         row = ""
@@ -135,9 +145,9 @@ def _map_table(trace: Trace, layer: int, chosen: Sequence[int], split: Split, lo
     return f'<div class="scroll"><table class="maps">{"".join(out)}</table></div>{ramp(low, high, "membership")}'
 
 
-def _gates(mine: Trace, split: Split) -> str:
+def _gates(mine: Trace, unseen: Batch) -> str:
     heads = mine.layers[0].parts.gate.shape[1]  # type: ignore[union-attr]
-    use = [gate_by_class(layer.parts.gate, split.test_labels, 10) for layer in mine.layers]  # type: ignore[arg-type]
+    use = [gate_by_class(layer.parts.gate, unseen.labels, 10) for layer in mine.layers]  # type: ignore[arg-type]
     on = [(layer.parts.gate != 0).double().sum(-1).mean().item() for layer in mine.layers]  # type: ignore[union-attr]
     said = ", ".join(f"{count:.1f} in layer {i + 1}" for i, count in enumerate(on))
     return (
@@ -194,39 +204,40 @@ def _rates(rates: dict[tuple[str, str], LayerRates]) -> str:
     )
 
 
-def _mistakes(logits: Tensor, split: Split) -> str:
+def _mistakes(logits: Tensor, unseen: Batch) -> str:
     """The surest mistakes first, a few rows of them."""
     sure, says = logits.softmax(-1).max(-1)
-    wrong = (says != split.test_labels).nonzero().flatten()
+    wrong = (says != unseen.labels).nonzero().flatten()
     surest = wrong[sure[wrong].argsort(descending=True)].tolist()
     if not surest:
         return "<p>None in this run.</p>"
     figures = "".join(
         _figure(
-            picture(split.test_images[i]),
-            f"digit {int(split.test_labels[i])}",
-            f"is {int(split.test_labels[i])}, read as {int(says[i])}<br>{sure[i]:.0%} sure",
+            picture(unseen.images[i]),
+            f"digit {int(unseen.labels[i])}",
+            f"is {int(unseen.labels[i])}, read as {int(says[i])}<br>{sure[i]:.0%} sure",
         )
         for i in surest[:MOST_MISTAKES]
     )
     rest = f" The {MOST_MISTAKES} surest:" if len(wrong) > MOST_MISTAKES else ""
-    return f'<p>{len(wrong)} of {len(split.test_labels)} unseen digits, first run.{rest}</p><div class="wrong">{figures}</div>'
+    return f'<p>{len(wrong)} of {len(unseen.labels)} unseen digits, first run.{rest}</p><div class="wrong">{figures}</div>'
 
 
 def _made(results: Results) -> str:
-    recipe = results.recipe
+    optim, schedule, usual = results.recipe.optim, results.recipe.schedule, read_recipe("digits").schedule
     told = ", ".join(f"{name} {version}" for name, version in versions().items())
     return (
         "<ul>"
-        f"<li>Command: <code>dmst demo --epochs {recipe.epochs} --seeds {len(results.of('dmst_digits'))}</code> "
-        f"(<code>make demo</code>: {Recipe.epochs} and 3). {escape(told)}. Each run on one CPU thread.</li>"
+        f"<li>Command: <code>dmst demo --epochs {schedule.epochs} --seeds {len(results.of('dmst_digits'))}</code> "
+        f"(<code>make demo</code>: {usual.epochs} and 3). {escape(told)}. Each run on one CPU thread.</li>"
         "<li>Data: the 1,797 digits that scikit-learn ships (8 by 8 pixels); every fifth image is held out.</li>"
-        f"<li>Recipe, the same for all: {recipe.epochs} epochs of batches of {recipe.batch_size}; Muon ({recipe.matrix_lr:g}) "
-        f"for the matrices of the blocks, AdamW ({recipe.lr:g}) for the rest; small turns, zooms and shifts; mixed images; "
-        "smoothed labels. It was chosen for DMST, on other splits of the data.</li>"
+        f"<li>Recipe <code>digits</code>, the same for all: {schedule.epochs} epochs of batches of "
+        f"{results.recipe.run.batch_size}; Muon ({optim.matrix_lr:g}) for the matrices of the blocks, AdamW ({optim.lr:g}) "
+        "for the rest; small turns, zooms and shifts; mixed images; smoothed labels. It was chosen for DMST, on other splits "
+        "of the data.</li>"
         "<li>Pictures and tables of layers are of the first run (seed 0), on the held-out digits.</li>"
-        "<li>Numbers: <code>results.json</code> beside this page. Networks: <code>models/</code>, for "
-        "<code>dmst.load_model</code>.</li></ul>"
+        "<li>Numbers: <code>results.json</code> beside this page. Networks: <code>dmst_digits-seed0/final</code> and so on, "
+        "for <code>dmst.load_model</code>; each folder is a run as <code>dmst train</code> leaves it.</li></ul>"
     )
 
 

@@ -134,7 +134,10 @@ MEETINGS = itertools.count()
 def _meet(backend: str, timeout: timedelta) -> None:
     """Find the other processes. torchrun's store outlives its restarts and our groups: without a count of both before every
     name, a process may find the address of a dead one there, and wait for it."""
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    try:
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    except ValueError as error:
+        raise OptionError(f"WORLD_SIZE asks for several processes, and {error}: start them with torchrun.") from error
     store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(MEETINGS)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 

@@ -180,6 +180,7 @@ class _Loop:
                 self.group.spread(tensors.values())
             state = json.loads(told)
             self.step, self.best, self.epoch_sums = state["step"], state["best"], state["epoch_sums"]
+            self._tried = self._saved = self.step
             if self.step > self.steps:
                 raise OptionError(
                     f"the run in {self.folder.path} is at step {self.step}, and this recipe ends after {self.steps}: "
@@ -189,6 +190,9 @@ class _Loop:
                 self.work.scale, self.work.good, self.work.skipped = state["scaler"]
             done = f"finished: {self.steps:,} steps" if self.step == self.steps else f"going on from step {self.step:,}"
             self.watch.say(f"The run in {self.folder.path} is {done}.")
+            if state["processes"] != self.group.world:
+                words = f"{self.group.world} processes instead of {state['processes']}"
+                self.watch.say(f"It goes on with {words}: the same bits are promised for the same number only.")
         kept = self.journal.take_back(self.step if told else -1, ended=bool(told) and self._has_final())
         known = {(event["event"], event["step"]) for event in kept}
         self.ended = ("end", self.step) in known
@@ -298,13 +302,14 @@ class _Loop:
             if best or (due if not run.save_every else self.step % run.save_every == 0 or self.step == self.steps):
                 self._save()
             if self.group.any(bool(self._stop)):
-                self._save()
+                if self._tried != self.step:
+                    self._save()
                 raise self._stopped()
-            if due or self._saved_now:
-                self._saved_now = False
+            if due or self._tried == self.step:
                 clock.skip()
 
-    _saved_now = False
+    _tried = -1  # the step that was to be saved last, the same on all processes
+    _saved = -1  # the step that was
 
     def _note(self, told: Told, count: float) -> None:
         for i, value in enumerate((told.loss * count, told.accuracy * count, count)):
@@ -384,12 +389,13 @@ class _Loop:
                         raise
                     self.watch.say(f"{error} Training goes on, as asked.")
                 else:
+                    self._saved = self.step
                     self.journal.write("checkpoint", self.step)
-        self._saved_now = True
+        self._tried = self.step
 
     def _save_before(self, error: DmstError) -> None:
         """After a step that failed, the state before it: nothing is lost. What fails on one process only is not waited for."""
-        if self.group.world == 1 or isinstance(error, NonFiniteError):
+        if self._tried != self.step and (self.group.world == 1 or isinstance(error, NonFiniteError)):
             try:
                 self._save()
             except DmstError as another:
@@ -418,7 +424,7 @@ class _Loop:
             )
         if bad := self.sets.bad_images:
             more = f" and {len(bad) - LISTED:,} more (all are in {journal.NAME})" if len(bad) > LISTED else ""
-            self.watch.say(f"{len(bad):,} images could not be read and were left out: {', '.join(bad[:LISTED])}{more}")
+            self.watch.say(f"Left out, for they could not be read ({len(bad):,}): {', '.join(bad[:LISTED])}{more}")
         self.watch.say(f"The model is {self.folder.path / FINAL}: dmst.load_model({str(self.folder.path / FINAL)!r})")
         events = list(journal.read(self.folder.path / journal.NAME)) if self.group.main else []
         sample = self._sample(SAMPLE) if self.group.main and self.eval_stream is not None else None
@@ -426,7 +432,8 @@ class _Loop:
 
     def _stopped(self) -> Stopped:
         self.journal.write("stopped", self.step, signal=self._stop)
-        told = f"Stopped after step {self.step:,} of {self.steps:,}, which is saved. The same command goes on."
+        saved = "which is saved" if self._saved == self.step or not self.group.main else "which could not be saved"
+        told = f"Stopped after step {self.step:,} of {self.steps:,}, {saved}. The same command goes on."
         return Stopped(told, self._stop or signal.SIGTERM)
 
     def _asked_to_stop(self, number: int) -> None:
@@ -443,12 +450,15 @@ class _Clock:
     """Seconds a step, a running mean over about twenty; what is not training is left out."""
 
     def __init__(self) -> None:
-        self._mean, self._then = 0.0, time.perf_counter()
+        self._laps, self._mean, self._then = 0, 0.0, time.perf_counter()
 
     def lap(self) -> float:
         now = time.perf_counter()
         took, self._then = now - self._then, now
-        self._mean = took if not self._mean else self._mean + 0.05 * (took - self._mean)
+        self._laps += 1
+        if self._laps <= 2:  # the first step warms everything up: it says nothing about the others
+            self._mean = took
+        self._mean += 0.05 * (took - self._mean)
         return self._mean
 
     def skip(self) -> None:
