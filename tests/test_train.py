@@ -1,0 +1,677 @@
+"""A run from its recipe to final/, in this process: what it leaves, how it goes on, what it refuses. Kills are elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dmst.data.loader import Batch, TrainStream
+from dmst.engine import prepare, work
+from dmst.engine import train as engine
+from dmst.engine.console import Quiet
+from dmst.engine.distributed import Group
+from dmst.engine.evaluate import Score, evaluate_weights
+from dmst.engine.folder import RunFolder
+from dmst.engine.muon import Muon, orthogonal
+from dmst.engine.optim import Mean, Optimizer, lr_factor
+from dmst.engine.recipe import Recipe, from_toml
+from dmst.engine.train import Result, train
+from dmst.engine.work import MOST_SKIPS, Work
+from dmst.errors import ConfigError, DeviceMemoryError, DmstError, NonFiniteError, OptionError, Stopped
+from dmst.models import VisionModel, create_model, load_model, save_model
+from dmst.operators.orthonormal import OrthonormalLinear, is_orthonormal
+from tests.runs import EVERYTHING, LAST, RANDOM, SAVED, Cut, CutAfter, digests, on_pictures, pictures, tensors, tiny, told
+
+CPU = Group(torch.device("cpu"))
+EVERY_STEP = [*RANDOM, "run.accumulate=2", "run.save_every=1", "run.keep=20"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is not waited for: what fsync is for, no test can see."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def go(recipe: Recipe, out: Path, **options: Any) -> Result:
+    return train(recipe, out, device="cpu", **options)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A run that nothing disturbs, with a checkpoint of every step."""
+    return go(tiny(*EVERY_STEP), tmp_path_factory.mktemp("reference") / "run")
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+def same(model: nn.Module, other: nn.Module) -> bool:
+    mine, theirs = model.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in mine.items())
+
+
+# --- what a run leaves -----------------------------------------------------------------------------------------------
+
+
+def test_a_run(tmp_path: Path) -> None:
+    heard: list[tuple[dict[str, Any], int]] = []
+    modes: list[bool] = []
+
+    def probe(model: nn.Module, images: Tensor) -> dict[str, Any]:
+        modes.append(model.training)
+        return {"images": list(images.shape), "odd": [math.nan, 1.0]}
+
+    recipe = tiny(*EVERYTHING)
+    result = go(recipe, tmp_path, listeners=[lambda values, step: heard.append((values, step))], probes={"looks": probe})
+    assert result.folder == tmp_path and not result.model.training and same(load_model(tmp_path / "final"), result.model)
+    assert from_toml((tmp_path / "recipe.toml").read_text(), "") == recipe
+    events = [(event["event"], event["step"]) for event in result.journal]
+    wanted = [("start", 0)]
+    for i in range(1, 13):
+        wanted += [("step", i)] + [("evaluation", i)] * (i % 6 == 0) + [("checkpoint", i)] * (i % 3 == 0)
+    assert events == [*wanted, ("end", 12)] and [step for _, step in heard] == [step for _, step in events]
+    start, last, end = result.journal[0], result.journal[-3], result.journal[-1]
+    assert RunFolder(tmp_path).steps() == sorted({9, 12, end["best"]["step"]})  # the newest two, and the best
+    assert (start["train_images"], start["eval_images"], start["steps"], start["steps_per_epoch"]) == (96, 359, 12, 6)
+    assert start["model"] == "dmst_digits" and start["evaluated"] == "test" and start["recipe"] == recipe.digest
+    assert start["parameters"] == sum(p.numel() for p in result.model.parameters()) and start["versions"]["torch"]
+    assert last["ema"]["top1"] == result.score.top1 == end["ema"]["top1"] and end["final"] == "ema"
+    assert last["model"] != last["ema"] and last["looks"]["images"] == [64, 1, 8, 8] and modes == [False, False]
+    assert sum(right for right, _ in end["by_class"]) == result.score.right and result.score.images == 359
+    assert last["looks"]["odd"] == [None, 1.0]  # a probe that knows no number ends no run
+    images, labels = result.sample
+    assert images.shape == (256, 1, 8, 8) and (result.model(images).argmax(1) == labels).sum() > 0
+    losses = [event["loss"] for event in result.journal if event["event"] == "step"]
+    sums = [event["train_loss"] for event in result.journal if event["event"] == "evaluation"]
+    assert sums == pytest.approx([np.mean(losses[:6]), np.mean(losses[6:])])
+
+
+def test_a_finished_run_says_so_and_changes_nothing(reference: Result) -> None:
+    said = Sayings()
+    files = contents(reference.folder)
+    again = go(tiny(*EVERY_STEP), reference.folder, watch=said)
+    assert contents(reference.folder) == files
+    assert same(again.model, reference.model) and again.score == reference.score and "finished" in said.text
+    assert again.journal == reference.journal
+
+
+class Sayings(Quiet):
+    text = ""
+
+    def say(self, text: str) -> None:
+        self.text += text + "\n"
+
+
+@pytest.mark.parametrize(("asked", "found"), [("auto", "ema"), ("model", "model"), ("ema", "ema")])
+def test_final_holds_what_the_recipe_asks_for(asked: str, found: str, reference: Result, tmp_path: Path) -> None:
+    """Also where the recipe asks for something else after the end."""
+    shutil.copytree(reference.folder, tmp_path / "run")
+    result = go(tiny(*EVERY_STEP, f"run.final={asked}"), tmp_path / "run", allow_config_change=True)
+    held = tensors(tmp_path / "run", 12)
+    for model in (result.model, load_model(tmp_path / "run/final")):
+        assert all(torch.equal(x, held[f"{found}.{name}"]) for name, x in model.state_dict().items())
+    assert any(not torch.equal(held[f"ema.{name}"], held[f"model.{name}"]) for name in result.model.state_dict())
+    assert [event["final"] for event in result.journal if event["event"] == "end"] == [found]
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best is that of step 4, though steps are saved at 3, 6, 9 .. by themselves."""
+    rights = iter([100, 200, 150, 200, 50, 60])
+
+    def scored(model: nn.Module, *_: Any, **__: Any) -> Score:
+        return Score(359, next(rights), 359, 1.0, [])
+
+    monkeypatch.setattr(engine, "evaluate", scored)
+    recipe = tiny("schedule.epochs=6", "data.limit=33", "run.save_every=3", "run.keep=3")
+    result = go(recipe, tmp_path)
+    assert RunFolder(tmp_path).steps() == [4, 6, 9, 12]
+    assert result.journal[-1]["best"] == {"step": 4, "epoch": 2, "top1": 200 / 359, "of": "test"}
+
+
+def test_a_share_is_held_out_and_nothing_is_evaluated_where_nothing_is_asked_for(tmp_path: Path) -> None:
+    recipe = tiny("data.holdout=0.25", "data.limit=0", "run.batch_size=512", "schedule.epochs=1")
+    sets = prepare.open_sets(recipe)
+    assert (len(sets.train), len(sets.eval)) == (1078, 360)
+    rows = [{x.tobytes() for x in part.pixels()} for part in (sets.train, sets.eval)]
+    assert not rows[0] & rows[1]
+    result = go(recipe, tmp_path / "held")
+    assert result.score.images == 360 and result.journal[0]["evaluated"] == "holdout"
+    alone = go(tiny("data.eval=", "schedule.epochs=1", "run.save_every=2"), tmp_path / "alone")
+    assert alone.score is None and alone.sample is None and load_model(tmp_path / "alone/final")
+    assert [event["event"] for event in alone.journal[-3:]] == ["evaluation", "checkpoint", "end"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 359, 1000])
+def test_every_image_is_counted_once_whatever_the_batch(size: int, reference: Result) -> None:
+    score, image_set = evaluate_weights(reference.folder, "digits", batch_size=size, device="cpu")
+    assert (score.images, score.right, score.right5, score.by_class) == (359, *reference.score[1:3], reference.score.by_class)
+    assert [count for _, count in score.by_class] == np.bincount(image_set.labels).tolist()
+    assert score.loss == pytest.approx(reference.score.loss, rel=1e-6)
+
+
+def test_weights_that_cannot_be_judged(reference: Result, tmp_path: Path) -> None:
+    model = load_model(reference.folder / "final")
+    with torch.no_grad():
+        model.norm.weight.fill_(3e38)  # finite, and what comes of it is not
+    save_model(model, tmp_path / "bad")
+    with pytest.raises(NonFiniteError, match="logits of an evaluation hold NaN or infinity"):
+        evaluate_weights(tmp_path / "bad", "digits", device="cpu")
+    model.reset_classifier(7)
+    save_model(model, tmp_path / "seven")
+    with pytest.raises(OptionError, match=r"tells 7 classes apart, and digits has 10: fine-tune it first"):
+        evaluate_weights(tmp_path / "seven", "digits", device="cpu")
+
+
+# --- going on --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("opt", "turned"), [("muon", "false"), ("adamw", "true")])
+def test_a_run_that_is_cut_off_five_times_ends_in_the_same_bits(opt: str, turned: str, tmp_path: Path) -> None:
+    """In mid-epoch, before the first checkpoint and after the last; weights of convolutions in another layout too."""
+    recipe = tiny(*EVERYTHING, f"optim.opt={opt}", f"run.channels_last={turned}")
+    whole = go(recipe, tmp_path / "whole")
+    for step in (2, 4, 8, 8, 12):
+        with pytest.raises(Cut):
+            go(recipe, tmp_path / "cut", watch=CutAfter(step))
+    result = go(recipe, tmp_path / "cut")
+    assert digests(tmp_path / "cut") == digests(tmp_path / "whole") and len(digests(tmp_path / "cut")) == 5
+    assert told(result.journal) == told(whole.journal)
+    modules = [module for module in result.model.modules() if isinstance(module, OrthonormalLinear)]
+    assert modules and all(is_orthonormal(module.weight) for module in modules)
+
+
+def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(reference: Result, tmp_path: Path) -> None:
+    with pytest.raises(Cut):
+        go(tiny(*EVERYTHING), tmp_path, watch=CutAfter(8))
+    newest = tmp_path / "checkpoints/step_00000006/optim.safetensors"
+    raw = bytearray(newest.read_bytes())
+    raw[-9] ^= 4
+    newest.write_bytes(raw)
+    with pytest.warns(UserWarning, match=r"step_00000006 is skipped: .* goes on from step 3: 3 steps are lost"):
+        go(tiny(*EVERYTHING), tmp_path)
+    assert digests(tmp_path) == digests(reference.folder)
+
+
+def test_how_often_is_saved_and_looked_at_changes_nothing(reference: Result, tmp_path: Path) -> None:
+    recipe = tiny(*RANDOM, "run.accumulate=2", "run.eval_every=2", "run.grad_checkpointing=true", "run.deterministic=true")
+    go(recipe, tmp_path)
+    mine, theirs = digests(tmp_path), digests(reference.folder)
+    state = f"{LAST}/state.json"  # tells which evaluation was the best
+    assert mine.pop(state) and theirs.pop(state) and mine == theirs
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_another_recipe_is_refused_with_what_differs(tmp_path: Path) -> None:
+    recipe = tiny(*EVERYTHING)
+    with pytest.raises(Cut):
+        go(recipe, tmp_path, watch=CutAfter(5))
+    other = tiny(*EVERYTHING, "optim.lr=0.02", "run.seed=3", "promise.time=none")
+    files = contents(tmp_path)
+    with pytest.raises(ConfigError, match="another recipe") as refused:
+        go(other, tmp_path)
+    assert "\n  optim.lr: 0.01 -> 0.02\n  run.seed: 0 -> 3\n" in str(refused.value) and "--allow-config-change" in str(
+        refused.value
+    )
+    assert contents(tmp_path) == files
+    result = go(other, tmp_path, allow_config_change=True)
+    assert [(x["step"], x["changed"]) for x in result.journal if x["event"] == "start"] == [
+        (0, []), (3, ["optim.lr: 0.01 -> 0.02", "run.seed: 0 -> 3"])
+    ]  # fmt: skip
+    assert from_toml((tmp_path / "recipe.toml").read_text(), "") == other
+    with pytest.raises(ConfigError, match=r"optim\.lr: 0\.02 -> 0\.01"):
+        go(recipe, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.options.dim=24", r"does not fit: .* is torch.float32 of shape"),
+        ("schedule.epochs=1", r"is at step 9, and this recipe ends after 6"),
+        ("optim.model_ema=0.0", ""),
+    ],
+)
+def test_a_change_that_cannot_be_gone_on_with(change: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(Cut):
+        go(tiny(*EVERYTHING), tmp_path, watch=CutAfter(10))
+    other = tiny(*EVERYTHING, change)
+    if message:
+        with pytest.raises((OptionError, ValueError), match=message):
+            go(other, tmp_path, allow_config_change=True)
+    else:  # what is no longer kept is let go of; it cannot be taken up again
+        assert go(other, tmp_path, allow_config_change=True).journal[-1]["final"] == "model"
+        with pytest.raises(OptionError, match="has no ema"):
+            go(tiny(*EVERYTHING), tmp_path, allow_config_change=True)
+
+
+def test_other_images_are_refused(tmp_path: Path) -> None:
+    recipe = on_pictures(pictures(tmp_path / "data"))
+    with pytest.raises(Cut):
+        go(recipe, tmp_path / "run", watch=CutAfter(8))
+    (tmp_path / "data/test/block/003.png").unlink()
+    with pytest.raises(OptionError, match="images are not those"):
+        go(recipe, tmp_path / "run")
+    with pytest.raises(OptionError, match="images are not those"):
+        go(recipe, tmp_path / "run", allow_config_change=True)
+
+
+def test_other_versions_are_told(reference: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = engine.versions()
+    monkeypatch.setattr(engine, "versions", lambda: now | {"torch": "9.9"})
+    with pytest.warns(UserWarning, match=rf"versions have changed \(torch {now['torch']} -> 9\.9\)".replace("+", r"\+")):
+        go(tiny(*EVERY_STEP), reference.folder)
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    class Second(Quiet):
+        def step(self, done: int, steps: int, values: dict[str, Any]) -> None:
+            if done == 2:
+                with pytest.raises(OptionError, match=f"{tmp_path} is in use"):
+                    go(tiny(), tmp_path)
+                raise Cut
+
+    with pytest.raises(Cut):
+        go(tiny(), tmp_path, watch=Second())
+
+
+# --- weights to start from -------------------------------------------------------------------------------------------
+
+
+def test_weights_to_start_from(tmp_path: Path) -> None:
+    """Of a run, with other classes: all but the classifier is taken over."""
+    data = pictures(tmp_path / "data")
+    start = f"model.init_from={tmp_path / 'earlier'}"
+    source = prepare.build_model(on_pictures(data, *RANDOM, "run.seed=7"), 10)
+    save_model(source, tmp_path / "earlier/final")
+    recipe = on_pictures(data, *RANDOM, start, "schedule.epochs=1")
+    model, wanted = prepare.build_model(recipe, 3), source.state_dict()
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, wanted[name]) if not name.startswith("head.") else x.shape[0] == 3, name
+    assert torch.equal(prepare.build_model(recipe, 10).head.weight, source.head.weight)
+    assert go(recipe, tmp_path / "run").journal[0]["classes"] == ["across", "block", "down"]
+    with pytest.raises(OptionError, match=r"holds another network than dmst_cifar: depth 1 \(here 2\)"):
+        prepare.build_model(on_pictures(data, *RANDOM, start, "model.options.depth=2"), 3)
+    with pytest.raises(OptionError, match=r"holds another network .*: operator_options \{'mode': 'proximal'\} \(here \{\}\)"):
+        prepare.build_model(on_pictures(data, start), 3)
+
+
+def test_learned_positions_are_resized(tmp_path: Path) -> None:
+    small = tiny("model.options.position=learned")
+    source = prepare.build_model(small, 10)
+    save_model(source, tmp_path / "small")
+    recipe = tiny("model.options.position=learned", "data.image_size=12", f"model.init_from={tmp_path / 'small'}")
+    table = prepare.build_model(recipe, 10).position.table
+    places = source.position.table.detach().reshape(8, 8, 16)
+    assert table.shape == (144, 16) and torch.allclose(table.mean(0), places.mean((0, 1)), atol=2e-3)
+    assert torch.allclose(table.detach().reshape(12, 12, 16)[0, 0], places[:2, :2].mean((0, 1)), atol=0.05)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def spoilt(field: str, value: float, at: int) -> Callable[..., Iterator[Batch]]:
+    """Batches, of which the second micro-batch of step `at` has one bad number."""
+    real = TrainStream.batches
+
+    def batches(self: TrainStream, first: int, last: int) -> Iterator[Batch]:
+        for i, batch in enumerate(real(self, first, last)):
+            if first + i / 2 == at + 0.5:
+                getattr(batch, field).view(-1)[5] = value
+            yield batch
+
+    return batches
+
+
+def bad_gradient(value: float, at: int) -> Callable[..., None]:
+    """A gradient that goes wrong in the last micro-step of step `at`."""
+    real, seen = Work._close, [0]
+
+    def close(self: Work, scaled: bool) -> None:
+        if seen[0] == at:
+            self.model.head.weight.grad[1, 2] = value
+        seen[0] += 1
+        real(self, scaled)
+
+    return close
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
+    "nan in the input": (TrainStream, "batches", spoilt("images", math.nan, 4), "the images hold NaN or infinity"),
+    "inf in the input": (TrainStream, "batches", spoilt("images", math.inf, 4), "the images hold NaN or infinity"),
+    "nan in the loss": (TrainStream, "batches", spoilt("targets", math.nan, 4), "the loss is nan"),
+    "inf in the loss": (TrainStream, "batches", spoilt("targets", math.inf, 4), "the loss is inf"),
+    "nan in a gradient": (Work, "_close", bad_gradient(math.nan, 4), "the gradient of head.weight holds NaN or infinity"),
+    "inf in a gradient": (Work, "_close", bad_gradient(-math.inf, 4), "the gradient of head.weight holds NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_step_that_is_not_finite_is_not_taken(fault: str, reference: Result, tmp_path: Path) -> None:
+    """What is saved is the state before it, to the bit: without the fault the run ends as if nothing had been."""
+    owner, name, spoil, message = FAULTS[fault]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, spoil)
+        with pytest.raises(
+            NonFiniteError, match=rf"^step 4: {message}\. Nothing was applied\. Images of the batch: \d+, "
+        ) as error:
+            go(tiny(*EVERYTHING), tmp_path)
+    assert "and 8 more" in str(error.value) and "--set optim.lr=0.003" in str(error.value)
+    assert RunFolder(tmp_path).steps() == [3, 4]
+    held, wanted = tensors(tmp_path, 4), tensors(reference.folder, 4)
+    assert [name for name, x in wanted.items() if not torch.equal(x, held[name])] == [] and held.keys() == wanted.keys()
+    if fault == "nan in the input":
+        go(tiny(*EVERYTHING), tmp_path)
+        assert digests(tmp_path) == digests(reference.folder)
+
+
+def test_memory_that_does_not_suffice(reference: Result, tmp_path: Path) -> None:
+    real, calls = work.F.cross_entropy, [0]
+
+    def hungry(*args: Any, **options: Any) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 2 * 7 + 2:  # the second micro-step of step 7
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work.F, "cross_entropy", hungry)
+        patch.setattr(engine, "evaluate", lambda *_, **__: Score(359, 1, 1, 1.0, []))
+        with pytest.raises(DeviceMemoryError, match=r"step 7 does not fit on cpu: 8 images of 8 x 8 pixels at a time") as error:
+            go(tiny(*EVERYTHING), tmp_path)
+    assert "Nothing was applied" in str(error.value) and "--set run.accumulate=4" in str(error.value)
+    held, wanted = tensors(tmp_path, 7), tensors(reference.folder, 7)
+    assert [name for name, x in wanted.items() if not torch.equal(x, held[name])] == []
+
+
+def test_the_error_of_a_step_outlives_a_failure_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainStream, "batches", spoilt("targets", math.nan, 4))
+
+    def full(*_: Any) -> None:
+        raise OptionError("no room")
+
+    said = Sayings()
+    monkeypatch.setattr(RunFolder, "save", full)
+    with pytest.raises(NonFiniteError, match="step 4"):
+        go(tiny(*RANDOM, "run.accumulate=2"), tmp_path, watch=said)
+    assert "no room" in said.text
+
+
+@pytest.mark.parametrize("told_to_stop", [False, True])
+def test_a_step_without_images_loses_nothing(told_to_stop: bool, reference: Result, tmp_path: Path) -> None:
+    """The reader of images fails in mid-step; or a signal ended it, as one to a whole process group does."""
+    real = TrainStream.batches
+
+    def batches(self: TrainStream, first: int, last: int) -> Iterator[Batch]:
+        for i, batch in enumerate(real(self, first, last)):
+            if i == 2 * 7 + 1:
+                if told_to_stop:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                raise DmstError("a worker process that reads images has died")
+            yield batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainStream, "batches", batches)
+        with pytest.raises(
+            Stopped if told_to_stop else DmstError, match="after step 7 of 12" if told_to_stop else "died"
+        ) as error:
+            go(tiny(*EVERYTHING), tmp_path)
+    assert error.value.exit_code == (143 if told_to_stop else 1)
+    held, wanted = tensors(tmp_path, 7), tensors(reference.folder, 7)
+    assert [name for name, x in wanted.items() if not torch.equal(x, held[name])] == []
+
+
+# --- fp16 ------------------------------------------------------------------------------------------------------------
+
+
+def stream_of(recipe: Recipe, model: nn.Module) -> TrainStream:
+    sets, view = prepare.open_sets(recipe), prepare.view_of(model)
+    return TrainStream(sets.train, view, recipe.augment, batch_size=recipe.run.batch_size, seed=0)
+
+
+def test_fp16_skips_steps_that_overflow_and_gives_up_after_twenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny("run.amp=fp16", "optim.model_ema=0.9")
+    model = prepare.build_model(recipe, 10)
+    one = Work(model, recipe, CPU)
+    stream = stream_of(recipe, model)
+    batches = stream.batches(0, 10**6)
+    real, bad = Work._close, [False]
+
+    def close(self: Work, scaled: bool) -> None:
+        if bad[0]:
+            self.model.head.weight.grad[0, 0] = math.inf
+        real(self, scaled)
+
+    monkeypatch.setattr(Work, "_close", close)
+    monkeypatch.setattr(work, "GROW", 3)
+
+    def step(number: int, overflow: bool) -> bool:
+        """Whether the weights moved."""
+        bad[0] = overflow
+        before = [x.clone() for x in [*model.parameters(), *one.optimizer.state().values(), *one.mean.model.parameters()]]
+        one.step(number, batches, 16.0, 1.0, lambda: stream.indices(number))
+        after = [*model.parameters(), *one.optimizer.state().values(), *one.mean.model.parameters()]
+        return not all(map(torch.equal, before, after))
+
+    assert one.scale == 2.0**16 and step(0, False) and step(1, False)
+    assert not step(2, True) and (one.scale, one.good, one.skipped) == (2.0**15, 0, 1)
+    assert [step(i, False) for i in (3, 4, 5)] == [True] * 3 and (one.scale, one.good, one.skipped) == (2.0**16, 0, 0)
+    assert not any(step(i, True) for i in range(6, 6 + MOST_SKIPS)) and one.skipped == 20 and one.scale == 1.0
+    with pytest.raises(NonFiniteError, match=r"step 26: the gradient of head\.weight"):
+        step(26, True)
+
+
+def test_fp16_gradients_have_their_own_scale() -> None:
+    """The norm is that of the gradients, whatever the loss was scaled by."""
+    norms = []
+    for scale in (2.0**10, 2.0**13):
+        recipe = tiny("run.amp=fp16")
+        model = prepare.build_model(recipe, 10)
+        one = Work(model, recipe, CPU)
+        one.scale = scale
+        norms.append(one.step(0, stream_of(recipe, model).batches(0, 1), 16.0, 1.0, list).norm)
+    exact = prepare.build_model(recipe, 10)
+    norms.append(Work(exact, tiny(), CPU).step(0, stream_of(recipe, exact).batches(0, 1), 16.0, 1.0, list).norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2) and norms[0] == pytest.approx(norms[2], rel=3e-2)
+
+
+def test_the_scaler_is_brought_back(tmp_path: Path) -> None:
+    recipe = tiny(*SAVED, "run.amp=fp16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Work, "_close", bad_gradient(math.inf, 1))
+        go(recipe, tmp_path / "whole")
+        patch.undo()
+        patch.setattr(Work, "_close", bad_gradient(math.inf, 1))
+        with pytest.raises(Cut):
+            go(recipe, tmp_path / "cut", watch=CutAfter(7))
+    go(recipe, tmp_path / "cut")
+    assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
+    state = json.loads((tmp_path / "cut" / LAST / "state.json").read_text())
+    assert state["scaler"] == [2.0**15, 10, 0]
+
+
+def test_a_change_of_precision_takes_no_scale_along(tmp_path: Path) -> None:
+    """Without clipping a wrong scale shows at once: muon and adamw hide it."""
+    sizes = []
+    for first in ("fp16", "none"):
+        with pytest.raises(Cut):
+            go(tiny(*SAVED, "optim.clip_grad=0.0", f"run.amp={first}"), tmp_path / first, watch=CutAfter(4))
+        after = go(tiny(*SAVED, "optim.clip_grad=0.0"), tmp_path / first, allow_config_change=True)
+        sizes.append([event["norm"] for event in after.journal if event["event"] == "step"][3])
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.2)
+
+
+# --- how weights are stepped -----------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_step_by_step() -> None:
+    """Ten steps an epoch, one and a half epochs of rise from 0.2, then half a cosine from 2 to 0.1; by hand."""
+    schedule = tiny("schedule.warmup_epochs=1.5", "schedule.warmup_lr=0.002", "schedule.min_lr=0.001").schedule
+    table = {0: 0.002, 5: 0.002 + 0.018 / 3, 10: 0.002 + 0.018 * 2 / 3, 14: 0.002 + 0.018 * 14 / 15, 15: 0.02}
+    table |= {25: 0.001 + 0.019 * (1 + math.sqrt(0.5)) / 2, 35: 0.0105, 45: 0.001 + 0.019 * (1 - math.sqrt(0.5)) / 2, 55: 0.001}
+    found = {step: 0.02 * lr_factor(step, 55, 10, schedule, 0.02) for step in table}
+    assert found == pytest.approx(table, rel=1e-12)
+    flat = tiny("schedule.sched=constant", "schedule.warmup_epochs=0.0").schedule
+    assert [lr_factor(step, 55, 10, flat, 0.02) for step in (0, 54)] == [1.0, 1.0]
+    assert lr_factor(1, 55, 1, tiny("schedule.warmup_epochs=1.5").schedule, 0.02) == pytest.approx(1 / 1.5)
+
+
+def test_the_learning_rates_that_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both optimizers follow the schedule, each from its own peak, scaled by the batch."""
+    seen, real = [], Optimizer.step
+
+    def step(self: Optimizer) -> None:
+        seen.append([group["lr"] for part, _ in self.parts for group in part.param_groups])
+        real(self)
+
+    monkeypatch.setattr(Optimizer, "step", step)
+    recipe = tiny("schedule.base_batch=8", "schedule.epochs=1", "schedule.min_lr=0.001")
+    result = go(recipe, tmp_path)
+    factors = [lr_factor(i, 6, 6, recipe.schedule, 0.02) for i in range(6)]
+    assert seen == [pytest.approx([0.02 * f, 0.02 * f, 0.1 * f]) for f in factors] and factors[0] == 0 and factors[3] == 1
+    told = [event["lr"] for event in result.journal if event["event"] == "step"]
+    assert told == pytest.approx([0.02 * f for f in factors])
+
+
+def test_what_is_decayed_and_what_muon_steps() -> None:
+    model = create_model("dmst_tiny", depth=1, device="meta")
+    recipe = tiny("optim.opt=adamw")
+    optimizer = Optimizer(model, recipe)
+    ((adamw, _),) = optimizer.parts
+    decayed, plain = ({optimizer.names[p] for p in group["params"]} for group in adamw.param_groups)
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.05, 0.0] and not decayed & plain
+    assert decayed | plain == {name for name, _ in model.named_parameters()}
+    ends = {name.rsplit(".", 1)[-1] for name in decayed}
+    assert ends == {"weight"} and {name.rsplit(".", 1)[-1] for name in plain} >= {"bias", "scale", "cls_token"}
+    assert "stem.layers.0.weight" in decayed and "stem.layers.1.weight" in plain and "head.weight" in decayed
+    assert {"blocks.0.operator.subspace.weight", "blocks.0.operator.assign.weight", "blocks.0.operator.out.weight"} <= decayed
+    assert {"blocks.0.norm.weight", "norm.weight", "blocks.0.residual.scale", "cls_token"} <= plain
+
+    optimizer = Optimizer(model, tiny())
+    (_, _), (muon, peak) = optimizer.parts
+    matrices = {optimizer.names[p] for p in muon.param_groups[0]["params"]}
+    assert peak == 0.05 and muon.param_groups[0]["weight_decay"] == 0.05
+    assert "blocks.0.operator.subspace.weight" in matrices and "blocks.0.operator.assign.weight" not in matrices  # 4 rows
+    assert not any(name.startswith(("stem", "head", "position")) for name in matrices)
+    proximal = Optimizer(create_model("dmst_digits", mode="proximal"), recipe)
+    plain = {proximal.names[p] for p in proximal.parts[0][0].param_groups[1]["params"]}
+    assert "blocks.0.operator.theta" in plain and "blocks.0.residual.scale" in plain
+
+
+def test_the_running_mean_of_the_weights() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
+    mean = Mean(model, 0.7)
+    wanted = {name: x.clone() for name, x in model.state_dict().items()}
+    for step in range(40):
+        with torch.no_grad():
+            for x in model.state_dict().values():
+                x.copy_(torch.randn_like(x) if x.is_floating_point() else torch.tensor(step + 1))
+        mean.set_step(step)
+        mean.update()
+        decay = min(0.7, (1 + step) / (10 + step))
+        for name, x in model.state_dict().items():
+            wanted[name] = decay * wanted[name] + (1 - decay) * x if x.is_floating_point() else x.clone()
+    for name, x in mean.model.state_dict().items():
+        assert torch.allclose(x, wanted[name], rtol=1e-12, atol=1e-12), name
+    assert not mean.model.training and not any(p.requires_grad for p in mean.model.parameters())
+
+
+SHAPES = [(8, 24), (24, 8), (16, 16), (16, 16)]
+
+
+def test_muon_beside_that_of_torch() -> None:
+    """Ours in float32, torch's in bfloat16: its five steps are rough, so two runs part slowly."""
+    weights = [nn.Parameter(torch.randn(shape) / 4) for shape in SHAPES]
+    others = [nn.Parameter(x.detach().clone()) for x in weights]
+    ours = Muon(weights, 0.02, weight_decay=0.1)
+    theirs = torch.optim.Muon(others, lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True)
+    start = [x.detach().clone() for x in weights]
+    for _ in range(5):
+        for x, y in zip(weights, others, strict=True):
+            x.grad = torch.randn_like(x)
+            y.grad = x.grad.clone()
+        ours.step()
+        theirs.step()
+    for x, y, z in zip(weights, others, start, strict=True):
+        assert (x - y).norm() < 0.02 * (x - z).norm() and (x - z).norm() > 0.05 * z.norm()
+
+
+def test_orthogonal_is_nearly_so() -> None:
+    for rows, columns in ((5, 9), (9, 5), (16, 16)):
+        u = torch.randn(3, rows, columns, dtype=torch.float64)
+        found = orthogonal(u)
+        left, values, right = torch.linalg.svd(u, full_matrices=False)
+        assert found.shape == u.shape and found.dtype == u.dtype
+        singular = left.mT @ found @ right.mT  # of the same directions, every singular value near 1
+        diagonal = singular.diagonal(dim1=1, dim2=2)
+        assert (singular - torch.diag_embed(diagonal)).abs().max() < 1e-10
+        large = values > 0.1 * values[:, :1]
+        assert (diagonal[large] - 1).abs().max() < 0.35 and diagonal.min() > 0
+        assert torch.allclose(orthogonal(u[1:2] * 1e3), found[1:2])  # alone, and of any size
+    assert torch.equal(orthogonal(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
+
+
+def test_micro_steps_add_up(tmp_path: Path) -> None:
+    """1 x 16, 2 x 8 and 4 x 4 images: the same step but for the order of sums. Without batch norm, which sees a micro-batch."""
+    plain = ["model.options.stem=patch", "schedule.epochs=1", "data.eval=", "optim.opt=adamw"]
+    found = [go(tiny(*plain, f"run.accumulate={n}"), tmp_path / str(n)).model.state_dict() for n in (1, 2, 4)]
+    start = prepare.build_model(tiny(*plain), 10).state_dict()
+    for other in found[1:]:
+        apart = math.sqrt(sum((x - other[name]).square().sum() for name, x in found[0].items()))
+        moved = math.sqrt(sum((x - start[name]).square().sum() for name, x in found[0].items()))
+        size = math.sqrt(sum(x.square().sum() for x in found[0].values()))
+        assert 0 < apart <= 1e-6 * size < moved
+
+
+def test_a_compiled_run_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = torch.compile, []
+
+    def compiled(what: Any, **options: Any) -> Any:
+        asked.append(what)
+        return real(what, **options | {"backend": "aot_eager"})
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    still = ["augment.rotate=0.0", "augment.zoom=0.0", "augment.shift=0.0", "augment.mixup=0.0"]  # compiled in test_loader.py
+    recipe = ["schedule.epochs=1", "run.save_every=3", *still]
+    found = [go(tiny(*recipe, f"run.compile={flag}"), tmp_path / flag) for flag in ("true", "false")]
+    assert any(isinstance(what, VisionModel) for what in asked) and len(asked) == 2  # and the stream
+    assert found[0].score.right == pytest.approx(found[1].score.right, abs=3)
+    losses = [[event["loss"] for event in each.journal if event["event"] == "step"] for each in found]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+# --- the journal -----------------------------------------------------------------------------------------------------
+
+
+def test_a_journal_that_a_kill_cut_off(tmp_path: Path) -> None:
+    """A line without its end, before the first checkpoint and after it: nothing is doubled, nothing missing."""
+    recipe = tiny(*EVERYTHING)
+    whole = go(recipe, tmp_path / "whole")
+    for step in (2, 4):
+        with pytest.raises(Cut):
+            go(recipe, tmp_path / "cut", watch=CutAfter(step))
+        with (tmp_path / "cut/journal.jsonl").open("a") as file:
+            file.write('{"event": "step", "step": 5, "lo')
+    assert told(go(recipe, tmp_path / "cut").journal) == told(whole.journal)
+
+
+def test_bad_images_do_not_count(tmp_path: Path) -> None:
+    """Left out of the loss and of the counts, and named."""
+    data = pictures(tmp_path / "data")
+    for name in ("train/down/004.png", "test/across/002.png"):
+        (data / name).write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    result = go(on_pictures(data, "data.on_bad_image=skip"), tmp_path / "run")
+    start = result.journal[0]
+    assert (start["train_images"], start["eval_images"], result.score.images) == (95, 11, 11)
+    assert start["bad_images"] == [str(data / "train/down/004.png"), str(data / "test/across/002.png")]
+    assert [count for _, count in result.score.by_class] == [3, 4, 4]

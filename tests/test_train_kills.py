@@ -1,0 +1,386 @@
+"""A run that is killed, told to stop, or left without room, at one event of each kind, ends in the same bits when it goes on.
+
+This file is also the program that is killed: a process that has torch loaded and has done one run, which forks a child for each
+case. The child ends itself in the middle of the event, without any hook in the product.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import random
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dmst import cli, whole
+from dmst.engine import evaluate, train, work
+from dmst.engine.folder import RunFolder
+from dmst.engine.muon import Muon
+from dmst.engine.recipe import Recipe
+from dmst.errors import FullDiskError, SaveError
+from tests.runs import EVERYTHING, CutAfter, digests, on_pictures, pictures, told
+
+ROOT = Path(__file__).parents[1]
+
+# --- events: what a child does to itself ------------------------------------------------------------------------------
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_audit(event: str, *parts: str) -> None:
+    """Die before `event` touches a path with each of `parts` in it."""
+
+    def hook(name: str, args: tuple[Any, ...]) -> None:
+        if name == event and all(part in " ".join(map(str, args[:2])) for part in parts):
+            die()
+
+    sys.addaudithook(hook)
+
+
+def at_half(name: str, part: str, count: int = 1) -> None:
+    """Die when half of a piece is written to the file `name` in a folder with `part` in its path, the `count`th time."""
+    real, left = pathlib.Path.open, [count]
+
+    class Half:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def write(self, data: Any) -> None:
+            left[0] -= 1
+            if not left[0]:
+                self.file.write(data[: len(data) // 2])
+                self.file.flush()
+                die()
+            self.file.write(data)
+
+        def __enter__(self) -> Half:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        file = real(path, mode, *args, **options)
+        return Half(file) if path.name == name and part in str(path) and mode[0] in "aw" else file
+
+    pathlib.Path.open = opened  # type: ignore[assignment]
+
+
+def at_call(owner: Any, name: str, count: int, act: Callable[[], Any] = die) -> None:
+    """Do `act` before the `count`th call of a function."""
+    real, left = getattr(owner, name), [count]
+
+    def called(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            act()
+        return real(*args, **options)
+
+    setattr(owner, name, called)
+
+
+KINDS: dict[str, Callable[[], None]] = {
+    "in a file of a checkpoint": lambda: at_half("optim.safetensors", "-6/", 5),
+    "before its rename": lambda: at_audit("os.rename", ".tmp-", "step_00000006"),
+    "after its rename": lambda: at_call(whole, "sync", 6),  # for each step: the folder, what holds it, that again to prune
+    "while the oldest is removed": lambda: at_audit("os.remove", "model.safetensors"),
+    "in a step, between two optimizers": lambda: at_call(Muon, "step", 8),
+    "in an evaluation": lambda: at_call(evaluate, "_add", 2),
+    "while the model is written": lambda: at_half("model.safetensors", ".final."),
+    "in a line of the journal": lambda: at_half("journal.jsonl", "", 12),
+    "before the first checkpoint": lambda: at_call(Muon, "step", 2),
+}
+
+
+def both_signals() -> None:
+    """The first asks to stop; the second, before the step is over, does not wait for it."""
+    os.kill(os.getpid(), signal.SIGINT)
+    at_call(work.F, "cross_entropy", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
+SIGNALS: dict[str, Callable[[], None]] = {
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "SIGINT twice": both_signals,
+}
+
+# --- the program -----------------------------------------------------------------------------------------------------
+
+
+def in_child(work: Callable[[], Any], group: bool = False) -> int:
+    """Start `work` in a child, its own process group if asked for; returns its process."""
+    child = os.fork()
+    if child == 0:
+        try:
+            if group:
+                os.setpgid(0, 0)
+            work()
+            os._exit(0)
+        except SystemExit as leave:
+            os._exit(int(leave.code or 0))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(99)
+    if group:
+        with suppress(OSError):  # whoever of the two comes first
+            os.setpgid(child, child)
+    return child
+
+
+def names(run: Path) -> list[str]:
+    return sorted(str(path.relative_to(run)) for path in run.rglob("*"))
+
+
+def compared(run: Path, whole_run: Path) -> dict[str, Any]:
+    """What differs between two runs."""
+    mine, theirs = digests(run), digests(whole_run)
+    journals = [told(list(train.journal.read(each / "journal.jsonl"))) for each in (run, whole_run)]
+    for event in [event for each in journals for event in each]:
+        event.pop("layers", None)  # a probe of the command's
+    journals = [[event for event in each if event["event"] != "stopped"] for each in journals]
+    return {
+        "bits": [name for name in theirs if mine.get(name) != theirs[name]],
+        "files": sorted(set(names(run)) ^ set(names(whole_run))),
+        "lines": [event for event in journals[0] if event not in journals[1]],
+        "count": len(journals[0]) - len(journals[1]),
+    }
+
+
+def warm(place: Path, *more: str) -> tuple[Recipe, Path]:
+    """A recipe, and an undisturbed run of it: what is imported on first use is imported then."""
+    recipe = on_pictures(pictures(place / "data"), *EVERYTHING, *more)
+    train.train(recipe, place / "whole", device="cpu")
+    return recipe, place / "whole"
+
+
+def kills(place: Path) -> None:
+    recipe, whole_run = warm(place)
+    for kind, arm in KINDS.items():
+        run = place / kind
+
+        def killed(arm: Callable[[], None] = arm, run: Path = run) -> None:
+            arm()
+            train.train(recipe, run, device="cpu")
+
+        _, status = os.waitpid(in_child(killed), 0)
+        newest = RunFolder(run).newest()
+        train.train(recipe, run, device="cpu")
+        found = {"kind": kind, "status": status, "from": newest.step if newest else 0}
+        print(json.dumps(found | compared(run, whole_run)), flush=True)
+
+
+def signals(place: Path) -> None:
+    """By the command itself, as a person types it."""
+    recipe, whole_run = warm(place)
+    (place / "recipe.toml").write_text(recipe.to_toml())
+    for kind, act in SIGNALS.items():
+        run = place / kind
+        sys.argv = ["dmst", "train", str(place / "recipe.toml"), "--out", str(run), "--device", "cpu", "--no-report"]
+
+        def stopped(act: Callable[[], None] = act) -> None:
+            at_call(work.F, "cross_entropy", 9, act)  # the first of two micro-steps of the fifth step
+            cli.main()
+
+        began = time.monotonic()
+        _, status = os.waitpid(in_child(stopped), 0)
+        found = {"kind": kind, "status": os.waitstatus_to_exitcode(status), "seconds": time.monotonic() - began}
+        newest = RunFolder(run).newest()
+        print(flush=True)
+        again = os.waitpid(in_child(cli.main), 0)[1]
+        found |= {"from": newest.step if newest else 0, "again": again}
+        print(json.dumps(found | compared(run, whole_run)), flush=True)
+
+
+def random_times(place: Path) -> None:
+    """Two workers read the images; the process group is killed, and once its leader alone."""
+    recipe, _ = warm(place, "data.path=workers", "data.scan=none", "augment.flip=0.5", "augment.resized_crop=0.35")
+    chance = random.Random(0)
+
+    def run(where: Path, wait: float = 60.0, leader_alone: bool = False) -> int:
+        child = in_child(lambda: train.train(recipe, where, device="cpu", workers=2), group=True)
+        handle = os.pidfd_open(child)
+        select.select([handle], [], [], wait)
+        os.close(handle)
+        os.kill(child, signal.SIGKILL) if leader_alone else os.killpg(child, signal.SIGKILL)
+        return os.waitpid(child, 0)[1]
+
+    began = time.monotonic()
+    assert run(place / "workers") == 0
+    took, killed, tries = time.monotonic() - began, 0, 0
+    while killed < 3 and tries < 9:
+        status = run(place / "killed", chance.uniform(0.1, 0.4) * took, leader_alone=killed == 1)
+        tries, killed = tries + 1, killed + (status == signal.SIGKILL)
+        if status == 0:  # it was faster: from the beginning
+            shutil.rmtree(place / "killed")
+    assert run(place / "killed") == 0
+    found = compared(place / "killed", place / "workers") | {
+        "killed": killed,
+        "workers": compared(place / "workers", place / "whole"),
+    }
+    print(json.dumps(found), flush=True)
+
+
+def lines(*arguments: str) -> list[Any]:
+    """What this file as a program prints, warnings as errors."""
+    strict = ["-W", "error", "-W", "ignore:This process:DeprecationWarning"]  # the second: loaders fork where threads are
+    command = [sys.executable, *strict, "-m", "tests.test_train_kills", *arguments]
+    program = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=110, check=True)
+    return [json.loads(line) for line in program.stdout.splitlines() if line.startswith("{")]
+
+
+# --- the tests -------------------------------------------------------------------------------------------------------
+
+SAME = {"bits": [], "files": [], "lines": [], "count": 0}
+FROM = [3, 3, 6, 9, 6, 3, 12, 6, 0]  # steps that are not lost
+
+
+def test_a_run_killed_at_any_kind_of_event_ends_in_the_same_bits(tmp_path: Path) -> None:
+    found = lines("kills", str(tmp_path))
+    for kind, step, each in zip(KINDS, FROM, found, strict=True):
+        assert each == {"kind": kind, "status": signal.SIGKILL, "from": step, **SAME}
+
+
+def test_a_run_that_is_told_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
+    found = lines("signals", str(tmp_path))
+    for kind, code, step, each in zip(SIGNALS, (143, 130, 130), (5, 5, 3), found, strict=True):
+        assert each.pop("seconds") < 10, each
+        each["lines"] = [event for event in each["lines"] if (event["event"], event["step"]) != ("checkpoint", 5)]
+        each["count"] -= step == 5  # the checkpoint of the stop
+        assert each == {"kind": kind, "status": code, "from": step, "again": 0, **SAME}
+
+
+def test_random_kills_of_a_run_with_workers(tmp_path: Path) -> None:
+    (found,) = lines("random_times", str(tmp_path))
+    assert found == {"killed": 3, "workers": SAME, **SAME}
+
+
+# --- no room ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    return pictures(tmp_path / "data")
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, number: int, *parts: str) -> None:
+    """Opening a file to write fails where each of `parts` is in its path."""
+    real = pathlib.Path.open
+
+    def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if mode[0] in "aw" and all(part in str(path) for part in parts):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, mode, *args, **options)
+
+    monkeypatch.setattr(pathlib.Path, "open", opened)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "code"),
+    [(errno.ENOSPC, FullDiskError, 75), (errno.EDQUOT, FullDiskError, 75), (errno.EIO, SaveError, 1)],
+)
+def test_a_disk_that_fails_keeps_the_old_checkpoint(
+    number: int, kind: type[SaveError], code: int, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = on_pictures(data, *EVERYTHING)
+    train.train(recipe, tmp_path / "whole", device="cpu")
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    with pytest.MonkeyPatch.context() as patch:
+        fails(patch, number, "-6/", "ema.safetensors")
+        arguments = [
+            "dmst",
+            "train",
+            str(tmp_path / "recipe.toml"),
+            "--out",
+            str(tmp_path / "run"),
+            "--device",
+            "cpu",
+            "--no-report",
+        ]
+        patch.setattr(sys, "argv", [*arguments, "--quiet"])
+        with pytest.raises(SystemExit) as leaves:
+            cli.main()
+    assert leaves.value.code == code == kind.exit_code
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/run/checkpoints/step_00000006 could not be written ({os.strerror(number)}): it needs " in said
+    assert "are free there" in said and said.count("\n") == 1
+    assert RunFolder(tmp_path / "run").newest().step == 3 and RunFolder(tmp_path / "run").steps() == [3]
+    train.train(recipe, tmp_path / "run", device="cpu")
+    assert compared(tmp_path / "run", tmp_path / "whole") == SAME
+
+
+def test_a_run_may_go_on_without_room(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither checkpoints nor lines of the journal find room for some steps: what comes after is as if they had."""
+    recipe = on_pictures(data, *EVERYTHING)
+    train.train(recipe, tmp_path / "whole", device="cpu")
+    full = [False]
+    real = pathlib.Path.open
+
+    def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if full[0] and mode[0] in "aw":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(path, mode, *args, **options)
+
+    class Fills(CutAfter):
+        said = ""
+
+        def step(self, done: int, steps: int, values: dict[str, Any]) -> None:
+            full[0] = 4 <= done < 8
+
+        def say(self, text: str) -> None:
+            self.said += text
+
+    monkeypatch.setattr(pathlib.Path, "open", opened)
+    watch = Fills(99)
+    result = train.train(recipe, tmp_path / "run", device="cpu", watch=watch, keep_going_on_full_disk=True)
+    assert [event["step"] for event in result.journal if event["event"] == "checkpoint"] == [3, 9, 12]
+    found = compared(tmp_path / "run", tmp_path / "whole")
+    assert found["bits"] == [] and found["files"] == [] and found["lines"] == []
+    missing = [(event["event"], event["step"]) for event in result.journal]
+    assert ("checkpoint", 6) not in missing and ("step", 4) in missing and ("step", 6) not in missing and ("step", 9) in missing
+    assert "step_00000006 could not be written" in watch.said and "Training goes on, as asked." in watch.said
+    full[0] = False
+    with pytest.raises(FullDiskError, match=r"journal\.jsonl could not be written \(No space left on device\)"):
+        train.train(recipe, tmp_path / "other", device="cpu", watch=Fills(99))
+
+
+def test_a_folder_that_vanishes(data: Path, tmp_path: Path) -> None:
+    """It is not made anew: what a run writes belongs together."""
+    recipe = on_pictures(data, *EVERYTHING)
+    run, away = tmp_path / "run", tmp_path / "away"
+
+    class Moves(CutAfter):
+        def step(self, done: int, steps: int, values: dict[str, Any]) -> None:
+            if done == self.last:
+                run.rename(away)
+
+    for step, newest, message in ((4, 3, r"journal\.jsonl could not be written"), (9, 6, "was moved away or replaced")):
+        with pytest.raises(SaveError, match=message):
+            train.train(recipe, run, device="cpu", watch=Moves(step))
+        assert not run.exists() and RunFolder(away).newest().step == newest
+        shutil.rmtree(away)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.fsync = lambda _: None  # it counts in a power cut, not in a kill; and it waits for everybody's disk
+    globals()[sys.argv[1]](Path(sys.argv[2]))
