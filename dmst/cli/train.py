@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import typer
@@ -65,7 +66,7 @@ def train(
 
     name, sugar = _recipe_of(recipe, data, model, init_from, data_dir)
     sugar += [f"data.on_bad_image={on_bad_image}"] if on_bad_image else []
-    listeners = [journal.tensorboard(Path(out) / "tensorboard")] if tensorboard else []
+    listeners = [journal.tensorboard(Path(out) / "tensorboard")] if tensorboard and _is_main() else []
     result = run(
         read_recipe(name, [*sugar, *changes]), out, data_dir=data_dir, device=device, workers=workers, watch=watcher(quiet),
         probes={"layers": layers}, listeners=listeners, allow_config_change=allow_config_change,
@@ -106,6 +107,8 @@ def evaluate(
         weights, data, split=split, data_dir=data_dir, device=device, workers=workers, batch_size=batch_size, amp=amp,
         crop_pct=crop_pct,
     )  # fmt: skip
+    if not _is_main():
+        return
     by_class = dict(zip(image_set.classes, score.by_class, strict=True))
     if as_json:
         told = {"weights": weights, "data": data, "split": split, "variant": image_set.variant, **score.told()}
@@ -140,6 +143,11 @@ def recipes(
                 promise.obtained,
             )  # fmt: skip
         Console().print(table)
+
+
+def _is_main() -> bool:
+    """Whether this process is the one that speaks, of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _recipe_of(

@@ -163,7 +163,7 @@ def _refusal(image_set: ImageSet, bad: Bad, on_bad: str, allowed: int) -> BadIma
     rows = [f"  {image_set.where(index)}: {reason}" for index, reason in list(bad.items())[:LISTED]]
     more = [f"  and {len(bad) - LISTED:,} more"] if len(bad) > LISTED else []
     rule = "" if on_bad == "fail" else f"; {allowed:,} may be left out"
-    skip = ', or leave them out: data.on_bad_image=skip in a recipe, on_bad="skip" in Python' if on_bad == "fail" else ""
+    skip = ", or leave them out: --on-bad-image skip (data.on_bad_image in a recipe)" if on_bad == "fail" else ""
     told = f"{len(bad):,} of {len(image_set):,} images cannot be used{rule}:"
     return BadImageError(str(image_set), "\n".join([told, *rows, *more, f"Replace or remove them{skip}."]))
 

@@ -7,6 +7,7 @@ middle of an optimizer step, so its handler is taken out again.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -68,6 +69,11 @@ def collate(found: list[Tensor | Unreadable]) -> Tensor | list[Unreadable]:
     return wrong or default_collate(found)
 
 
+def _apart(worker: int) -> None:
+    """A process group of its own: Ctrl-C and a signal to the whole group ask the run to end, which still needs its workers."""
+    os.setpgid(0, 0)
+
+
 def read(samples: Samples, keys: Any, workers: int, device: torch.device) -> Iterator[Tensor]:
     """The batches of `keys`, an iterable of lists of keys, in its order: uint8 (b, c, size, size) on the device."""
     generator = torch.Generator()  # else every start of workers would draw from the global one
@@ -77,6 +83,7 @@ def read(samples: Samples, keys: Any, workers: int, device: torch.device) -> Ite
         num_workers=workers,
         collate_fn=collate,
         generator=generator,
+        worker_init_fn=_apart if workers else None,
         pin_memory=device.type == "cuda",
     )
     batches = _without_handler(lambda: iter(loader))

@@ -41,6 +41,12 @@ class Sets:
         return [each.where(i) for each, bad in pairs if each is not None for i in sorted(bad)]
 
     @property
+    def channels(self) -> int:
+        """Of the first image that can be read."""
+        first = next((i for i in range(len(self.train)) if i not in self.bad_train), None)
+        return 1 if first is None else self.train.read(first).shape[2]
+
+    @property
     def fingerprint(self) -> str:
         """Of everything that decides the run: pixels and labels of both sets."""
         both = [self.train.fingerprint, "" if self.eval is None else self.eval.fingerprint, *map(str, sorted(self.bad_train))]
@@ -76,9 +82,11 @@ def open_sets(
     return Sets(train, held, *bad)
 
 
-def build_model(recipe: Recipe, classes: int) -> VisionModel:
-    """The network, from `init_from` if the recipe says so, else from its seed."""
+def build_model(recipe: Recipe, classes: int, channels: int = 1) -> VisionModel:
+    """The network, from `init_from` if the recipe says so, else from its seed. One of grey images takes colour ones too."""
     config = recipe.model_config(num_classes=classes)
+    if channels > config.in_chans:
+        config = config.change(in_chans=channels)
     torch.manual_seed(chance.small_seed("weights", recipe.run.seed))
     model = VisionModel(config)
     if recipe.model.init_from:

@@ -123,7 +123,7 @@ class _Loop:
         if not group.all_same(self.sets.fingerprint):
             raise OptionError(f"the processes find different images in {recipe.data.name}: every machine needs the same ones.")
         with group.together("building the network"):
-            model = prepare.build_model(recipe, len(self.sets.train.classes)).to(group.device, dtype)
+            model = prepare.build_model(recipe, len(self.sets.train.classes), self.sets.channels).to(group.device, dtype)
             self.work = Work(model, recipe, group)
             view = prepare.view_of(model, recipe.data.crop_pct)
             shared: dict[str, Any] = {"device": group.device, "path": recipe.data.path, "workers": workers}
