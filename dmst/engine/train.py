@@ -81,12 +81,9 @@ def train(
     """Train `recipe` in the folder `out`, or go on there. `probes` are asked at each evaluation: name -> f(model, images)."""
     with joined(device, timeout) as group, _determined(recipe, group), ExitStack() as stack:
         folder = RunFolder(out)
-        if group.main:
-            with group.together("opening the folder"):
+        with group.together("opening the folder"):
+            if group.main:
                 stack.enter_context(folder)
-        else:
-            with group.together("opening the folder"):
-                pass
         loop = _Loop(recipe, folder, group, watch if watch is not None and group.main else Quiet(), probes or {}, listeners)
         loop.prepare(data_dir, workers, dtype, allow_config_change)
         return loop.run(keep_going_on_full_disk)
