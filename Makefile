@@ -28,7 +28,7 @@ demo: .venv/.demo
 	$(BIN)/dmst demo
 
 test: setup lint
-	$(BIN)/pytest --numprocesses 2 --cov --cov-fail-under=95
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --cov --cov-fail-under=95
 
 lint: setup
 	$(BIN)/ruff check .
