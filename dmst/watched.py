@@ -4,6 +4,7 @@
     traced()        torch.compile, torch.export, torch.jit.trace: what is done once is done for every later input
     exported()      of these, the ones whose graph somebody else will read: plain operators only
     dispatched()    a dispatch mode (fake tensors, make_fx, a FLOP counter): tensors may have no values to read
+    recorded(x)     a CUDA graph is recorded where x is: nothing has a value yet
 
 Plain eager execution answers no every time. Each asks PyTorch's private state, so they are asked in this one file.
 """
@@ -52,3 +53,7 @@ for _question in (_within_transforms, _within_levels, _exporting):
 
 def dispatched() -> bool:
     return not torch.compiler.is_compiling() and is_in_torch_dispatch_mode()
+
+
+def recorded(x: torch.Tensor) -> bool:
+    return x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()

@@ -8,7 +8,8 @@ import pickle
 import pytest
 import torch
 
-from dmst.operators import create
+from dmst import watched
+from dmst.operators import create, orthonormal
 from dmst.operators.orthonormal import OrthonormalLinear, orthonormal_rows
 from tests.cases import tokens
 
@@ -59,6 +60,21 @@ def test_whoever_changes_the_matrix_the_basis_stays_orthonormal() -> None:
         assert off_manifold(model.subspace.basis()) < 1e-5
         assert torch.equal(model(z), copy.deepcopy(model)(z))
         torch.testing.assert_close(model(z), model.train()(z), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_gradient_on_the_manifold_is_that_of_gram_schmidt(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a CUDA graph is recorded, where no value may be looked at."""
+    layer = OrthonormalLinear(7, 7, bias=False, dtype=torch.float64)
+    h = torch.randn(7, 7, dtype=torch.float64)
+    (expected,) = torch.autograd.grad((orthonormal_rows(layer.weight) * h).sum(), layer.weight)
+    if recorded:
+        monkeypatch.setattr(watched, "recorded", lambda x: True)
+        monkeypatch.setattr(orthonormal, "is_orthonormal", lambda w: pytest.fail("a value was looked at"))
+    basis = layer.basis()
+    assert torch.equal(basis, layer.weight)
+    (found,) = torch.autograd.grad((basis * h).sum(), layer.weight)
+    torch.testing.assert_close(found, expected)
 
 
 def test_saving_does_not_bend_a_run() -> None:

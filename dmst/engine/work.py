@@ -244,14 +244,10 @@ class Work:
         """Once: both halves as graphs, on tensors that stay."""
         if self._replay is not None:
             return
-        self._held = batch._replace(**{name: getattr(batch, name).clone() for name in ON_DEVICE})
-        for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        held = self._held
+        self._held = held = batch._replace(**{name: getattr(batch, name).clone() for name in ON_DEVICE})
 
         def first() -> None:
-            torch._foreach_zero_(grads)
+            self.forget()  # so that gradients lie where the graph leaves them: adding them to others is a launch each
             self._begin_sums()
             self._add(held)
             self._close(False)
@@ -259,11 +255,16 @@ class Work:
         state = [*self.model.state_dict().values(), *self.optimizer.state().values()]
         state += [] if self.mean is None else list(self.mean.model.state_dict().values())
         half = recorded(first, state, self.group.device)
+        torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])  # recorded, not computed so far
         self._replay = half, (self._move if self.tied else recorded(self._move, state, self.group.device))
 
 
 def recorded(call: Callable[[], None], state: list[Tensor], device: torch.device) -> Callable[[], None]:
-    """`call` as a CUDA graph; `state` is as before when this returns."""
+    """`call` as a CUDA graph; `state` is as before when this returns.
+
+    torch has one workspace of cuBLAS a stream and records every graph on one stream, so graphs would share it: two that run at
+    once spoil each other's sums, or wait for each other for minutes. Forgotten before and after, each graph keeps its own.
+    """
     kept = [x.clone() for x in state]
     aside = torch.cuda.Stream(device)
     aside.wait_stream(torch.cuda.current_stream(device))
@@ -277,8 +278,10 @@ def recorded(call: Callable[[], None], state: list[Tensor], device: torch.device
             for x, old in zip(state, kept, strict=True):
                 x.copy_(old)
     graph = torch.cuda.CUDAGraph()
+    torch._C._cuda_clearCublasWorkspaces()
     with torch.cuda.graph(graph):
         call()
+    torch._C._cuda_clearCublasWorkspaces()
     return graph.replay
 
 

@@ -7,13 +7,17 @@
 Saving, loading and `eval()` leave the stored matrix alone, so how often a run, or an average of its weights, is saved or
 evaluated does not bend it; a state dict holds the parameter itself, as tools that average state dicts need. `save_model` writes
 the retracted matrix. A traced graph cannot look at values: it holds Gram-Schmidt itself and retracts nothing, so call
-`retract_()` after the steps of a compiled training, which also makes evaluation quick. All in float32 or wider.
+`retract_()` after the steps of a compiled training, which also makes evaluation quick. A CUDA graph of a training step cannot
+look either and takes the matrix as it is: there `retract_()` after each step is a must. All in float32 or wider.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dmst import watched
 from dmst.kernels.autocast import without_autocast
@@ -31,6 +35,8 @@ class OrthonormalLinear(nn.Linear):
 
     def basis(self) -> Tensor:
         """The orthonormal matrix that the layer uses."""
+        if self.training and isinstance(self.weight, nn.Parameter) and watched.recorded(self.weight):
+            return _OnManifold.apply(self.weight)
         if not self._readable():  # no values to judge, and Gram-Schmidt is right for every weight
             return orthonormal_rows(self.weight)
         if not self.training:
@@ -38,8 +44,7 @@ class OrthonormalLinear(nn.Linear):
         if not isinstance(self.weight, nn.Parameter):  # a tensor lent by `functional_call` is not ours to change
             return orthonormal_rows(self.weight)
         self.retract_()
-        rows = orthonormal_rows(self.weight)
-        return self.weight.detach() + (rows - rows.detach())  # the value of weight, to the bit
+        return _OnManifold.apply(self.weight)
 
     def retract_(self) -> None:
         """Put `weight` onto the manifold, in place."""
@@ -51,7 +56,29 @@ class OrthonormalLinear(nn.Linear):
         return nn.functional.linear(z, self.basis(), self.bias)
 
     def _readable(self) -> bool:
-        return not (self.weight.is_meta or watched.traced() or watched.transformed() or watched.dispatched())
+        hidden = watched.traced() or watched.transformed() or watched.dispatched() or watched.recorded(self.weight)
+        return not (self.weight.is_meta or hidden)
+
+
+class _OnManifold(torch.autograd.Function):
+    """An orthonormal W as it is, with the gradient of Gram-Schmidt there: for h, that of the loss by its result,
+    h - sym(h W^T) W, where sym copies the lower triangle onto the upper one. Neither QR nor solve."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight.clone()
+
+    @staticmethod
+    @once_differentiable  # of W off the manifold it says nothing
+    def backward(ctx: Any, h: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        with without_autocast(weight):
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            w, h = weight.to(wide), h.to(wide)
+            product = h @ w.mT
+            below = product.tril()
+            return (h - (below + below.tril(-1).mT) @ w).to(weight.dtype)
 
 
 def orthonormal_rows(weight: Tensor) -> Tensor:
