@@ -15,7 +15,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from dmst import cli, kernels
-from dmst.bench import acceptance, figure, layers, measure, operators, parity, plan, record, tables, timing
+from dmst.bench import acceptance, figure, layers, measure, operators, parity, plan, record, tables, timing, training
+from dmst.cli import bench as bench_command
 from dmst.errors import BadFileError, MissingExtraError, OptionError, UnknownNameError
 
 CPU = torch.device("cpu")
@@ -597,3 +598,22 @@ def test_the_compiler_is_asked_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     counters["graph_break"]["reason"] += 2
     assert stops() == "2 graph breaks"
     counters.clear()
+
+
+def test_training_is_timed_with_its_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.json"
+    asked = {"data_dir": None, "device": "cpu", "out": str(out), "commit": "abc"}
+    small = [f"model.options.{option}" for option in ("dim=16", "depth=1", "num_heads=2")]
+    assert training.measure("digits", small, **asked, runs=[[1], [2, 32]], seconds=0.1) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["runs"], row["batch"]) for row in rows] == [(1, 64), (2, 32)]
+    for row in rows:
+        assert row["images_per_s"] == pytest.approx(row["runs"] * row["batch"] / row["step_ms"] * 1e3, rel=1e-3)
+        assert row["share"] == pytest.approx(1 - row["fixed_ms"] / row["step_ms"], abs=1e-3)
+    assert "images/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("runs", ["0", "1,x3", "1x2x3", "two", ""])
+def test_a_bad_number_of_runs_is_named(runs: str) -> None:
+    with pytest.raises(OptionError, match="whole numbers with commas"):
+        bench_command.bench_training("digits", [], None, "cpu", runs, 0.1, None, None)

@@ -46,32 +46,33 @@ def measure(
     *,
     data_dir: str | None,
     device: str | None,
-    runs: Sequence[int],
+    runs: Sequence[Sequence[int]],
     seconds: float,
     out: str | None,
     commit: str | None,
 ) -> int:
-    """Measure for each number of runs, print the table, write the rows."""
+    """Measure each number of runs, or number and batch; print the table, write the rows."""
     asked, rows = read_recipe(recipe, changes), list[dict[str, Any]]()
     with joined(device) as group:
         facts = record.facts(group.device, record.commit(commit)) | {"recipe": asked.to_toml(), "units": __doc__}
         sets = prepare.open_sets(asked, data_dir=data_dir)
         facts |= {"data": sets.train.name, "variant": sets.train.variant, "images": len(sets.train)}
-        for count in runs:
-            rows.append(_row(asked, sets, group, count, seconds))
+        for count, *batch in runs:
+            recipe_here = read_recipe(recipe, [*changes, *(f"run.batch_size={size}" for size in batch)])
+            rows.append(_row(recipe_here, sets, group, count, seconds))
             print(json.dumps(rows[-1]), flush=True)
             if out:
                 whole.write_text(Path(out), json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
-    table = Table("runs at once", "images/s, all", "step, ms", "without input, ms", "input alone, ms", "input's share", "loss")
+    table = Table(
+        "runs at once", "batch", "images/s, all", "step, ms", "without input, ms", "input alone, ms", "input's share", "loss"
+    )
     for row in rows:
         share = f"{row['share']:.1%} ({row['input_ms'] / row['step_ms']:.1%})"
         numbers = (f"{row[name]:.3f}" for name in ("step_ms", "fixed_ms", "input_ms"))
-        table.add_row(str(row["runs"]), f"{row['images_per_s']:,.0f}", *numbers, share, f"{row['loss']:.3f}")
+        table.add_row(str(row["runs"]), str(row["batch"]), f"{row['images_per_s']:,.0f}", *numbers, share, f"{row['loss']:.3f}")
     run = asked.run
     console = Console()
-    console.print(
-        f"{asked.model.name} on {facts['data']} {facts['variant']}, batch {run.batch_size}, amp {run.amp}, {facts['device']}"
-    )
+    console.print(f"{asked.model.name} on {facts['data']} {facts['variant']}, amp {run.amp}, {facts['device']}")
     console.print(table)
     return 0
 
@@ -87,6 +88,7 @@ def _row(recipe: Recipe, sets: prepare.Sets, group: Group, count: int, seconds: 
     input_ms = _time(lambda n: _draw(contestants, streams, n), steps, group)
     return {
         "runs": count,
+        "batch": recipe.run.batch_size,
         "steps": steps,
         "images_per_s": round(count * recipe.run.batch_size / step_ms * 1e3, 1),
         "step_ms": round(step_ms, 4),

@@ -55,7 +55,7 @@ def bench_training(
     changes: list[str] = CHANGES,
     data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are."),
     device: str = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given."),
-    runs: str = typer.Option("1", help="Runs that share the device, one number after the other: 1,2,4."),
+    runs: str = typer.Option("1", help="Runs that share the device, and if not the recipe's, their batch: 1,2,4,1x2048."),
     seconds: float = typer.Option(5.0, min=0.1, help="For each of the three measurements of a row, about."),
     out: str = typer.Option(None, metavar="FILE", help="Write the rows as JSON."),
     commit: str = typer.Option(None, help="What to call the source; else DMST_COMMIT, else what git says."),
@@ -64,8 +64,8 @@ def bench_training(
     from dmst.bench.training import measure
     from dmst.errors import OptionError
 
-    if not all(part.isdecimal() and int(part) for part in runs.split(",")):
-        raise OptionError(f"runs is {runs!r}: it must be whole numbers with commas between, as 1,2,4.")
-    counts = [int(part) for part in runs.split(",")]
+    rows = [[int(x) if x.isdecimal() else 0 for x in part.split("x")] for part in runs.split(",")]
+    if not all(len(row) <= 2 and all(row) for row in rows):
+        raise OptionError(f"runs is {runs!r}: it must be whole numbers with commas between, as 1,2,4 or 1x512,1x2048.")
     asked = {"data_dir": data_dir, "device": device, "out": out, "commit": commit}
-    raise typer.Exit(measure(recipe, changes, **asked, runs=counts, seconds=seconds))
+    raise typer.Exit(measure(recipe, changes, **asked, runs=rows, seconds=seconds))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dmst import rotary
 from dmst.kernels import plan
-from dmst.kernels.arithmetic import aligned, cast
+from dmst.kernels.arithmetic import aligned, cast, cast_all
 from dmst.kernels.form import MEMBERSHIP, Form, Weights
 from dmst.kernels.fused import calls, hopper, resident
 from dmst.kernels.fused.calls import F32, Kept
@@ -30,8 +30,9 @@ def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | N
     scores = sums = None
     if weights.assign is not None:
         scores, sums = calls.score(z, weights, form, factors)
-    tokens, weight_in, bias_in = cast(z, dtype), cast(weights.subspace, dtype), cast(weights.subspace_bias, dtype)
-    weight_out, bias_out = _weight_out(weights, dtype), cast(weights.out_bias, dtype)
+    tokens = cast(z, dtype)
+    matrices, biases = (weights.subspace, _weight_out(weights)), (weights.subspace_bias, weights.out_bias)
+    weight_in, weight_out, bias_in, bias_out = cast_all(dtype, *matrices, *biases)
 
     if _keeps_weighted(z, form, dtype):
         assert scores is not None
@@ -93,7 +94,7 @@ def backward(
     tokens_in, tokens_out = cast(z, dtype).flatten(0, 1), dout.flatten(0, 1)
     sweep = plan.sweep(b, n, k, p)
     grads: dict[str, Tensor] = {}
-    weight_out = _weight_out(weights, dtype)
+    weight_in, weight_out = cast_all(dtype, weights.subspace, _weight_out(weights))
 
     weighted = _keeps_weighted(z, form, dtype)
     tied = wanted.subspace and weights.out is None
@@ -128,15 +129,14 @@ def backward(
             assert dweight_out is not None
             grads["subspace"] += dweight_out.mT
 
-    weight_in = cast(weights.subspace, dtype)
     if weights.assign is None:
         return ((flow @ weight_in).view_as(z).to(z.dtype) if wants_z else None), grads
     dz = calls.score_adjoint(z, flow, weight_in, dscores, dgate, kept, weights, form, factors, wanted, wants_z, grads)
     return dz, grads
 
 
-def _weight_out(weights: Weights, dtype: torch.dtype) -> Tensor:
-    return cast(weights.subspace.mT if weights.out is None else weights.out, dtype)
+def _weight_out(weights: Weights) -> Tensor:
+    return weights.subspace.mT if weights.out is None else weights.out
 
 
 def _keeps_weighted(z: Tensor, form: Form, dtype: torch.dtype) -> bool:
