@@ -237,7 +237,7 @@ def test_every_rule_is_broken_above_and_kept_at_its_edge() -> None:
         ["schedule.min_lr=1.5e-3", "schedule.base_batch=128"],
         ["optim.opt=muon", "optim.matrix_lr=0.02"],
         ["run.final=ema"],
-        ["run.graph=true"],
+        ["run.graph=false"],
         ["data.holdout=0.1"],
         ["run.accumulate=256", "augment.mixup=0", "augment.cutmix=0"],
         ["data.limit=256"],
