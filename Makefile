@@ -5,12 +5,13 @@ export PIP_CONSTRAINT := $(CURDIR)/requirements/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 BIN := .venv/bin
 
-.PHONY: help demo setup test lint format bench clean
+.PHONY: help demo setup test soak lint format bench clean
 
 help:
 	@echo "make demo    train small networks on digits and look inside: runs/demo/report.html"
 	@echo "make setup   the package and its development tools in .venv"
 	@echo "make test    linters, types, every test, coverage"
+	@echo "make soak    the long run: every promise of reliability many times over; AREA=crash for one area of it"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the files"
 	@echo "make bench   time the operators on this machine"
@@ -29,6 +30,9 @@ demo: .venv/.demo
 
 test: setup lint
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --cov --cov-fail-under=95
+
+soak: setup
+	$(BIN)/python -m soak $(AREA)
 
 lint: setup
 	$(BIN)/ruff check .
