@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageFile
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
-from dmst.data import images
+from dmst.data import directories, images
 from dmst.data.images import decode
 from dmst.errors import BadImageError, DmstError
 
@@ -260,6 +261,96 @@ def test_a_jpeg_of_a_thousand_scans() -> None:
     scan = image[image.rindex(b"\xff\xda") : -2]
     assert decode(image).shape == (2000, 2000, 3)
     assert "1,010 scans" in refused(image[:-2] + scan * 1000 + b"\xff\xd9")
+
+
+def test_a_large_jpeg_of_twenty_one_scans() -> None:
+    image = encoded(rgb(BLOCKS), "JPEG", progressive=True)
+    at = image.index(b"\xff\xc2") + 5
+    scan = image[image.rindex(b"\xff\xda") : -2] * (21 - image.count(b"\xff\xda"))
+    assert "21 scans" in refused(image[:at] + struct.pack(">HH", 6250, 8000) + image[at + 4 : -2] + scan + b"\xff\xd9")
+
+
+def chunk(name: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def tiff_entries(order: str, big: bool, *entries: tuple[int, int, int, int], at: int = 0) -> bytes:
+    """A directory of tags, kinds, counts and fields; with a header before it, unless it stands elsewhere."""
+    head = (b"II" if order == "<" else b"MM") + struct.pack(
+        order + ("HHHQ" if big else "HI"), *((43, 8, 0, 16) if big else (42, 8))
+    )
+    rows = b"".join(struct.pack(order + ("HHQQ" if big else "HHII"), *entry) for entry in entries)
+    return (b"" if at else head) + struct.pack(order + ("Q" if big else "H"), len(entries)) + rows + bytes(8)
+
+
+GIF = encoded(np.stack([BLOCKS] * 3, axis=2), "GIF")
+PICTURES = 13 + 3 * 2 ** ((GIF[10] & 7) + 1)  # of a GIF begin behind its palette
+COUNTLESS = {  # a sound picture with this many more pieces
+    "chunks": lambda count: PNG[:33] + chunk(b"aaAa") * count + PNG[33:],
+    "fill bytes": lambda count: JPEG[:2] + b"\xff" * count + JPEG[2:],
+    "comments": lambda count: JPEG[:2] + b"\xff\xfe\0\2" * count + JPEG[2:],
+    "extensions": lambda count: GIF[:PICTURES] + b"!\xfe\0" * count + GIF[PICTURES:],
+    "one comment": lambda count: GIF[:PICTURES] + b"!\xfe" + b"\1a" * count + b"\0" + GIF[PICTURES:],
+}
+
+
+@pytest.mark.parametrize("what", COUNTLESS)
+def test_countless_pieces(what: str) -> None:
+    """64 MiB of them would take Pillow half a minute and gigabytes."""
+    assert decode(COUNTLESS[what](1000)).shape[2] == 3
+    assert "countless pieces" in refused(COUNTLESS[what](20_000))
+
+
+def test_countless_pieces_of_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = PNG[:33] + chunk(b"IDAT") * 400 + PNG[33:]
+    assert decode(data).shape == (40, 60, 3)
+    monkeypatch.setitem(images.MOST_READS, "pixels", 400)
+    assert "countless pieces" in refused(data)
+
+
+@pytest.mark.parametrize(("order", "big"), [("<", False), (">", False), ("<", True)])
+def test_directories_are_counted_before_they_are_unpacked(order: str, big: bool) -> None:
+    def field(value: int) -> int:  # one short in the field of a longer number
+        return value << (48 if big else 16) if order == ">" else value
+
+    main = tiff_entries(order, big, (256, 3, 1, field(8)), (273, 1, 70, 0), (700, 7, 9999, 0), (282, 5, 30, 0))
+    assert directories.values(main) == 101 and directories.values(main[:-9]) in (71, 101)
+    for kind, lead in ((4, len(main) << (32 if order == ">" and big else 0)), (3, field(len(main)))):
+        nested = main.replace(struct.pack(order + "HH", 282, 5), struct.pack(order + "HH", 34665, kind))
+        where = len(nested) - 8 - (8 if big else 4)
+        nested = nested[:where] + struct.pack(order + ("Q" if big else "I"), lead) + nested[where + (8 if big else 4) :]
+        assert directories.values(nested + tiff_entries(order, big, (33434, 5, 500, 0), at=1)) == 101 + 500, (kind, lead)
+    assert "lists 900,001 values" in refused(tiff_entries(order, big, (256, 3, 1, 0), (324, 1, 900_000, 0)))
+
+
+def test_large_directories_of_the_other_order_are_unknown_to_pillow() -> None:
+    """And so to the count: where this fails, a new Pillow reads them, and directories.py has to."""
+    assert not ImageFileDirectory_v2(b"MM\0+\0\x08\0\0")._bigtiff
+
+
+def test_no_directory() -> None:
+    circle = tiff_entries("<", False, (34665, 4, 1, 8))
+    assert [directories.values(x) for x in (b"", b"II", b"II*\0\xff\xff\xff\xff", PNG, circle)] == [0, 0, 0, 0, 16]
+
+
+def test_too_much_exif() -> None:
+    note = b"Exif\0\0II*\0\x08\0\0\0\0\0"
+    assert decode(JPEG[:2] + (b"\xff\xe1" + struct.pack(">H", len(note) + 2) + note) * 16 + JPEG[2:]).shape == (16, 24, 3)
+    assert "EXIF in more than 16" in refused(JPEG[:2] + (b"\xff\xe1" + struct.pack(">H", len(note) + 2) + note) * 17 + JPEG[2:])
+    assert "EXIF has more than 1 MiB" in refused(PNG[:33] + chunk(b"eXIf", note[6:] + bytes(2**20)) + PNG[33:])
+
+
+def test_many_rows_of_sixteen_bits() -> None:
+    values = RNG.integers(0, 65536, (150, 3), dtype=np.uint16)
+    np.testing.assert_array_equal(decode(encoded(values, "PNG"))[:, :, 0], (values.astype(np.int64) + 128) // 257)
+
+
+def test_a_webp_is_let_go_before_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its decoder holds three more of the picture: over a gigabyte at 50 million pixels."""
+    seen, flat = [], images._flat
+    monkeypatch.setattr(images, "_flat", lambda image, mode: (seen.append(type(image)), flat(image, mode))[1])
+    np.testing.assert_array_equal(decode(encoded(COLOURS, "WEBP", lossless=True)), COLOURS)
+    assert seen == [Image.Image]
 
 
 def test_files(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ size       at least 1 x 1, at most 50 million pixels, no side more than 200 time
 frame      the first of several, turned as its EXIF says
 colour     grey, palette and CMYK become RGB; what is transparent lies on white
 16 bits    grey v becomes (v + 128) // 257; 32-bit integers and floats are refused: their white is anybody's guess
+effort     a file made of countless pieces is refused: no picture takes 2 s or 1 GiB, but for honest work on megabytes of noise
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from dmst.data import directories
 from dmst.errors import BadImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MOST_BYTES = 64 * 2**20
 MOST_PIXELS = 50_000_000
 MOST_ASPECT = 200
-MOST_WORK = 40 * MOST_PIXELS  # pixels x scans of a JPEG: a small file can hold a million scans, each over all pixels
+MOST_WORK = 20 * MOST_PIXELS  # pixels x scans of a JPEG: a small file can hold a million scans, each over all pixels
+MOST_READS = {"header": 10_000, "pixels": 200_000}  # of at most 32 KiB: a file can hold millions of empty chunks
+MOST_VALUES = 500_000  # numbers, strips and tiles of the directories of a TIFF
+MOST_EXIF = 2**20
+STRIPE = 64  # rows of 16-bit pixels that are made 8-bit at a time
 ORIENTATION, BITS, PHOTOMETRIC = 274, 258, 262  # tags of EXIF and TIFF
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -78,19 +84,32 @@ def _decode(raw: bytes, grey: bool) -> np.ndarray:
         raise _Refusal("it is empty")
     if len(raw) > MOST_BYTES:
         raise _Refusal(f"its file has more than {MOST_BYTES >> 20} MiB")
+    _inspect(raw)
+    reader = _Reader(raw)
     try:
-        image = Image.open(io.BytesIO(raw), formats=FORMATS)
+        image: Image.Image = Image.open(reader, formats=FORMATS)
     except Image.UnidentifiedImageError:
         raise _Refusal(f"it is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image{_hint(raw)}") from None
     except Image.DecompressionBombError:
         raise _Refusal(f"it has more than {MOST_PIXELS:,} pixels") from None
     with image:
         _measure(image, raw)
+        reader.left = MOST_READS["pixels"]
         image.load()
         turn = _turn(image)
-        flat = _flat(image, "L" if grey else "RGB")
-        pixels = np.array(flat.transpose(turn) if turn is not None else flat)
+        if image.format == "WEBP":
+            image = image.copy()  # without its decoder, which keeps three more of the picture
+    flat = _flat(image, "L" if grey else "RGB")
+    pixels = np.array(flat.transpose(turn) if turn is not None else flat)
     return pixels[:, :, None] if grey else pixels
+
+
+def _inspect(raw: bytes) -> None:
+    """Before Pillow sees it: what Pillow would unpack at once, as much as there is."""
+    if (count := directories.values(raw)) > MOST_VALUES:
+        raise _Refusal(f"its directory lists {count:,} values, made to keep a reader busy")
+    if raw.startswith(b"\xff\xd8") and raw.count(b"Exif\0\0") << 16 > MOST_EXIF:
+        raise _Refusal("it has EXIF in more than 16 parts, made to keep a reader busy")
 
 
 def _measure(image: Image.Image, raw: bytes) -> None:
@@ -104,6 +123,8 @@ def _measure(image: Image.Image, raw: bytes) -> None:
         raise _Refusal(REFUSED[image.mode])
     if image.format in ("JPEG", "MPO") and (scans := raw.count(b"\xff\xda")) * width * height > MOST_WORK:
         raise _Refusal(f"it has {width} x {height} pixels in {scans:,} scans, made to keep a reader busy")
+    if len(image.info.get("exif", b"")) > MOST_EXIF:
+        raise _Refusal(f"its EXIF has more than {MOST_EXIF >> 20} MiB")
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
@@ -131,15 +152,18 @@ def _as(image: Image.Image, mode: str) -> Image.Image:
 
 def _eight_bits(image: Image.Image) -> Image.Image:
     """16-bit grey, (v + 128) // 257; Pillow itself clips at 255."""
-    values = np.asarray(image).astype(np.uint32)
-    tags = getattr(image, "tag_v2", {})
+    all_values, tags, clear = np.asarray(image), getattr(image, "tag_v2", {}), image.info.get("transparency")
     if tags.get(BITS, (16,)) != (16,):
         raise _Refusal(f"it has {tags[BITS]} bits a pixel: 8 and 16 are read")
-    if tags.get(PHOTOMETRIC) == 0:
-        values = 65535 - values  # white is zero, which Pillow heeds with 8 bits only
-    eight = ((values + 128) // 257).astype(np.uint8)
-    clear = image.info.get("transparency")
-    return Image.fromarray(np.where(values == clear, np.uint8(255), eight) if isinstance(clear, int) else eight)
+    eight = np.empty(all_values.shape, np.uint8)
+    for at in range(0, len(eight), STRIPE):  # all at once would take four times the memory, and more time
+        values = all_values[at : at + STRIPE].astype(np.uint32)
+        if tags.get(PHOTOMETRIC) == 0:
+            values = 65535 - values  # white is zero, which Pillow heeds with 8 bits only
+        eight[at : at + STRIPE] = (values + 128) // 257
+        if isinstance(clear, int):
+            eight[at : at + STRIPE][values == clear] = 255
+    return Image.fromarray(eight)
 
 
 def _hint(raw: bytes) -> str:
@@ -155,6 +179,19 @@ def _reason(error: Exception) -> str:
 
 class _Refusal(Exception):
     """A rule of this file, told in full."""
+
+
+class _Reader(io.BytesIO):
+    """The bytes of a file, for so many reads: Pillow would walk through millions of empty pieces one by one."""
+
+    left = MOST_READS["header"]
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self.left -= 1 + len(data) // 2**15
+        if self.left < 0:
+            raise _Refusal("it is made of countless pieces, to keep a reader busy")
+        return data
 
 
 class _Quiet:
