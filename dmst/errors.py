@@ -22,11 +22,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from types import ModuleType
 from typing import Any
+
+TEXT = 480  # bytes of the longest text that is a setting
 
 
 class DmstError(Exception):
@@ -117,10 +119,11 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownNameEr
     """The error for `name`, with the nearest known name and the whole list."""
     names = sorted(known)
     lower = {n.lower(): n for n in names}
-    near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.0)
-    alike = near and difflib.SequenceMatcher(None, str(name).lower(), near[0]).ratio() >= 0.5
+    asked = (name[:TEXT] if isinstance(name, str) else shown(name)).lower()
+    near = difflib.get_close_matches(asked, lower, n=1, cutoff=0.0)
+    alike = near and difflib.SequenceMatcher(None, asked, near[0]).ratio() >= 0.5
     hint = f" Did you mean {lower[near[0]]!r}?" if alike else f" The nearest is {lower[near[0]]!r}." if near else ""
-    return UnknownNameError(f"unknown {what} {name!r}.{hint} Known: {', '.join(names) or 'none'}.")
+    return UnknownNameError(f"unknown {what} {shown(name)}.{hint} Known: {', '.join(names) or 'none'}.")
 
 
 def choose(what: str, name: Any, known: Iterable[Any]) -> Any:
@@ -133,16 +136,25 @@ def choose(what: str, name: Any, known: Iterable[Any]) -> Any:
 
 def number(what: str, value: Any, low: float, high: float) -> float:
     """`value` as a float, if it is a plain number from `low` to `high`."""
-    if type(value) not in (int, float) or not low <= value <= high or abs(value) == math.inf:
-        raise OptionError(f"{what} is {value!r}: it must be a finite number from {low:g} to {high:g}.")
+    if type(value) not in (int, float) or not low <= value <= high or not abs(value) <= sys.float_info.max:
+        raise OptionError(f"{what} is {shown(value)}: it must be a finite number from {low:g} to {high:g}.")
     return float(value)
 
 
 def flag(what: str, value: Any) -> bool:
     """`value`, if it is True or False."""
     if type(value) is not bool:
-        raise OptionError(f"{what} is {value!r}: it must be True or False.")
+        raise OptionError(f"{what} is {shown(value)}: it must be True or False.")
     return value
+
+
+def shown(value: object) -> str:
+    """`value` for a message: never a screenful."""
+    try:
+        text = repr(value[:TEXT] if isinstance(value, str) else value)
+    except ValueError:  # of a whole number with more digits than Python writes
+        text = f"a value that is too long to write, of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}..."
 
 
 def refuse_unknown_options(owner: type, unknown: Mapping[str, object]) -> None:

@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
-from dmst.errors import OptionError, choose
+from dmst.errors import TEXT, OptionError, choose, shown
 
 KINDS: dict[str, type[Any]] = {"int": int, "float": float, "bool": bool, "str": str, "dict[str, Any]": dict}
 WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "dict[str, Any]": "a table"}
 REQUIRED: Any = MISSING
-TEXT = 480
 
 
 def setting(
@@ -99,12 +98,6 @@ def _plain(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return size <= TEXT and not any((c < " " and c not in "\n\t") or c == "\x7f" for c in text)
-
-
-def shown(value: Any) -> str:
-    """`value` for a message: never a screenful."""
-    text = repr(value[:TEXT] if type(value) is str else value)
-    return text if len(text) <= 80 else f"{text[:60]}..."
 
 
 def _range(rule: Mapping[str, Any]) -> str:

@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from dmst import errors
+from dmst.engine.sections import Run
+from dmst.models.zoo import model_config
 
 
 def test_nearest_name_and_the_whole_list() -> None:
@@ -20,6 +22,23 @@ def test_choose() -> None:
     assert errors.choose("cap", None, (None, 1)) is None
     with pytest.raises(errors.UnknownNameError, match="'b'"):
         errors.choose("letter", "b", ("a",))
+
+
+@pytest.mark.parametrize("value", [10**5000, [10**5000], -(10**5000)], ids=["long", "inside", "negative"])
+def test_what_python_cannot_write_is_refused_by_name(value: object) -> None:
+    """Python refuses to write a number of over 4,300 digits, with a ValueError that names nothing."""
+    for option in ("dim", "mlp_ratio", "qkv_bias", "stem", "img_size", "operator", "max_active_heads", "gate_scale", "mode"):
+        with pytest.raises(errors.OptionError, match=option):
+            model_config("dmst_tiny", **{option: value})
+    for key in ("keep", "compile", "amp"):
+        with pytest.raises(errors.OptionError, match=key):
+            Run(batch_size=8, **{key: value})
+
+
+def test_a_number_beyond_every_float_is_refused() -> None:
+    with pytest.raises(errors.OptionError, match="gate_scale is 1000"):
+        model_config("dmst_tiny", gate_scale=10**400)
+    assert errors.number("x", 10**300, -float("inf"), float("inf")) == 1e300
 
 
 def test_a_missing_or_broken_library_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:

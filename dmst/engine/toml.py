@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dmst.errors import ConfigError, OptionError
-from dmst.settings import shown
+from dmst.errors import ConfigError, OptionError, shown
 
 FILE, LINE, DOTS, DEPTH = 64 * 1024, 1024, 1000, 8
 QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*"|\'[^\']*\'')

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any
 
-from dmst.errors import OptionError, choose, flag, number, unknown_name
+from dmst.errors import OptionError, choose, flag, number, shown, unknown_name
 from dmst.models.feedforward import FEEDFORWARDS
 from dmst.models.positions import POSITIONS
 from dmst.models.stems import STEMS
@@ -79,7 +79,7 @@ class ModelConfig:
         self._set("img_size", sides("img_size", self.img_size, self.patch_size))
         self._set("operator_options", _options(self.operator_options))
         if not isinstance(self.name, str):
-            raise OptionError(f"name is {self.name!r}: it must be text.")
+            raise OptionError(f"name is {shown(self.name)}: it must be text.")
         pools = POOLS if self.readout != "mean" else POOLS[1:]
         self._set("global_pool", pools[0] if self.global_pool is None else self.global_pool)
         choose(f"global_pool of readout {self.readout!r}", self.global_pool, pools)
@@ -152,23 +152,25 @@ def sides(name: str, size: Any, patch_size: int) -> tuple[int, int]:
     """`size` as (height, width), each a multiple of the patch."""
     pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2:
-        raise OptionError(f"{name} is {size!r}: it must be one whole number, or (height, width).")
+        raise OptionError(f"{name} is {shown(size)}: it must be one whole number, or (height, width).")
     pair = tuple(_whole(name, side, 1) for side in pair)
     for side in pair:
         if side % patch_size:
             near = max(round(side / patch_size), 1) * patch_size
-            raise OptionError(f"{name} is {size!r}: {side} is not a multiple of the patch size {patch_size}; {near} is.")
+            raise OptionError(f"{name} is {shown(size)}: {side} is not a multiple of the patch size {patch_size}; {near} is.")
     return pair
 
 
 def _whole(name: str, value: Any, low: int, high: int = 1_000_000) -> int:
     """`value` as an int, if it is a whole number in the range; numpy's are, True is not."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        raise OptionError(f"{name} is {value!r}: it must be a whole number from {low} to {high:,}.")
+        raise OptionError(f"{name} is {shown(value)}: it must be a whole number from {low} to {high:,}.")
     return int(value)
 
 
 def _options(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) and key not in OURS for key in value):
-        raise OptionError(f"operator_options is {value!r}: it must map options of the operator, other than {OURS}, to values.")
+        raise OptionError(
+            f"operator_options is {shown(value)}: it must map options of the operator, other than {OURS}, to values."
+        )
     return dict(value)

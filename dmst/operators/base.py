@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dmst.errors import OptionError, ShapeError, flag, refuse_unknown_options
+from dmst.errors import OptionError, ShapeError, flag, refuse_unknown_options, shown
 from dmst.kernels.autocast import autocast_is_on
 
 Grid = tuple[int, int] | None
@@ -40,7 +40,7 @@ class Operator(nn.Module):
         super().__init__()
         for name, value in (("dim", dim), ("num_heads", num_heads)):
             if type(value) is not int or value < 1:
-                raise OptionError(f"{name} is {value!r}: it must be a whole number of at least 1.")
+                raise OptionError(f"{name} is {shown(value)}: it must be a whole number of at least 1.")
         if dim % num_heads:
             fits = [k for k in range(1, dim + 1) if dim % k == 0]
             near = min(fits, key=lambda k: abs(k - num_heads))
@@ -100,7 +100,7 @@ def lineage_options(owner: type, bias: bool, options: dict[str, Any]) -> bool:
     for word, rest, remedy in (("qk_scale", None, "scale the weights"), ("attn_drop", 0, "use proj_drop")):
         value = options.pop(word, rest)
         if value is not None and value != rest:
-            raise OptionError(f"{word} is {value!r}: {owner.__name__} does not apply it; {remedy}, and leave {word} out.")
+            raise OptionError(f"{word} is {shown(value)}: {owner.__name__} does not apply it; {remedy}, and leave {word} out.")
     refuse_unknown_options(owner, options)
     return flag("bias", bias)
 

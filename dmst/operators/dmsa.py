@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dmst.errors import OptionError, choose, number
+from dmst.errors import OptionError, choose, number, shown
 from dmst.kernels import Form
 from dmst.kernels.form import GATE
 from dmst.operators.base import lineage_options
@@ -69,10 +69,11 @@ def gated_form(
     if max_active_heads is not None:
         if type(max_active_heads) is not int or type(num_heads) is not int or not 1 <= max_active_heads <= num_heads:
             raise OptionError(
-                f"max_active_heads is {max_active_heads!r}: it must be a whole number from 1 to num_heads {num_heads}, or None."
+                f"max_active_heads is {shown(max_active_heads)}: it must be a whole number from 1 to num_heads {num_heads}, "
+                "or None."
             )
         if gate_activation != "sparsemax":
-            raise OptionError(f"max_active_heads caps a sparsemax gate only, and gate_activation is {gate_activation!r}.")
+            raise OptionError(f"max_active_heads caps a sparsemax gate only, and gate_activation is {shown(gate_activation)}.")
     return Form(
         num_heads=num_heads,
         membership=membership,

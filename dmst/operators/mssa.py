@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst import objective
-from dmst.errors import OptionError, number
+from dmst.errors import OptionError, number, shown
 from dmst.kernels import without_autocast
 from dmst.kernels.arithmetic import wide
 from dmst.operators.base import Grid, Operator, Parts, lineage_options
@@ -46,7 +46,7 @@ class MSSA(Operator):
         bias = lineage_options(MSSA, bias, options)
         if relaxed is not None and (type(relaxed) not in (int, float) or not 0 < relaxed <= 1):
             raise OptionError(
-                f"relaxed is {relaxed!r}: the step kappa must be above 0 and at most 1, or None for CRATE's plain form."
+                f"relaxed is {shown(relaxed)}: the step kappa must be above 0 and at most 1, or None for CRATE's plain form."
             )
         self.relaxed = relaxed
         self.subspace = nn.Linear(dim, dim, bias=bias, device=device, dtype=dtype)
