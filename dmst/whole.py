@@ -5,6 +5,7 @@
                                            takes its place, the old one is removed
     set_aside(folder)                      old folders that stepped aside: all that a kill between two renames can leave
     sealed(told)                           JSON whose last entry, self_sha256, covers the rest; check_seal is its reader
+    read(path, size)                       the bytes of a plain file: no pipe is waited for, no device read, no pickle
     refuse_pickle(path, raw)               by the first bytes, whatever the name
 
 A failure to write raises SaveError, names what is needed and free, and leaves everything as it was.
@@ -18,6 +19,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -176,10 +178,25 @@ def check_seal(path: Path, told: dict[str, Any], raw: bytes) -> None:
     """Refuse `told`, read from the bytes `raw`, unless these are the ones that `sealed` writes."""
     try:
         same = sealed({key: value for key, value in told.items() if key != "self_sha256"}) == raw
-    except ValueError:  # an infinity, which JSON itself does not know
+    except (ValueError, RecursionError):  # an infinity, which JSON itself does not know; deeper than it can be written
         same = False
     if not same:
         raise BadFileError(f"{path} is damaged or was edited: its bytes do not match its self_sha256.")
+
+
+def read(path: Path, size: int | None = None, *, most: int | None = None, links: bool = False) -> bytes:
+    """The bytes of a plain file, of this size or of at most so many; `links` to one are followed. OSError if it has none."""
+    info = path.stat() if links else path.lstat()
+    if not stat.S_ISREG(info.st_mode):
+        raise BadFileError(f"{path} is not a plain file{'' if links else ': links are not followed'}.")
+    with path.open("rb", buffering=0) as file:  # a buffer would hold all of it twice
+        refuse_pickle(path, file.read(8))
+        if most is not None and info.st_size > most:
+            raise BadFileError(f"{path} is damaged: {info.st_size:,} bytes instead of at most {most:,}.")
+        if size not in (None, info.st_size):
+            raise BadFileError(f"{path} is damaged: {info.st_size:,} bytes instead of {size:,}.")
+        file.seek(0)
+        return file.read()
 
 
 def json_object(path: Path, raw: bytes, what: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import shutil
+import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -595,6 +596,61 @@ def test_something_else_in_place_of_a_file(what: str, name: str, unverified: boo
         load_model(folder, unverified=unverified)
 
 
+ENDLESS = [(what, name) for what in ("pipe", "link to a pipe", "socket", "link to a device") for name in BOTH]
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "unverified"),
+    [(*each, unverified) for each in (*ENDLESS, ("1 TiB", CONFIG)) for unverified in (False, True)]
+    + [("1 TiB", WEIGHTS, False)],
+)
+def test_what_would_be_waited_for_or_never_ends(
+    what: str, name: str, unverified: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, untouched: None
+) -> None:
+    path = folder / name
+    if unverified:
+        foreign(folder)
+    path.unlink()
+    monkeypatch.chdir(folder)  # the name of a socket must be short
+    if what == "1 TiB":
+        path.touch()
+        os.truncate(path, 2**40)
+    elif what == "link to a device":
+        path.symlink_to("/dev/zero")
+    elif what == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(name)
+    else:
+        os.mkfifo(folder / "pipe")
+        (folder / "pipe").rename(path) if what == "pipe" else path.symlink_to("pipe")
+    message = (
+        f"{name} is damaged: 1,099,511,627,776 bytes instead of at most" if what == "1 TiB" else f"{name} is not a plain file"
+    )
+    with pytest.raises(BadFileError, match=message):
+        load_model(folder, unverified=unverified)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_link_to_a_plain_file_is_followed(name: str, folder: Path, tmp_path: Path) -> None:
+    """The caches that models come from are made of links; the hashes stand for what they lead to."""
+    wanted = load_model(folder)
+    (folder / name).rename(tmp_path / "blob")
+    (folder / name).symlink_to("../blob")
+    assert same(load_model(folder), wanted)
+    (tmp_path / "blob").write_bytes((tmp_path / "blob").read_bytes()[:-1])
+    with pytest.raises(BadFileError, match=f"{name} is damaged"):
+        load_model(folder)
+
+
+def test_what_json_reads_and_cannot_write_is_refused() -> None:
+    """Where reading goes deeper than writing: it does since Python 3.12."""
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(BadFileError, match="do not match its self_sha256"):
+        whole.check_seal(Path("config.json"), {"dmst": deep}, b"")
+
+
 @pytest.mark.parametrize("where", ["gone", "file", "loop", "config.json"])
 def test_a_folder_that_is_none(where: str, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
@@ -805,6 +861,9 @@ def test_options_that_json_would_change_are_refused(value: Any, tmp_path: Path, 
     assert names(tmp_path) == []
 
 
+HUGE = {"dim": 2**19, "patch_size": 2**19, "img_size": 2**19, "in_chans": 2**19, "stem": "patch"}  # 2^76 elements
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -812,6 +871,8 @@ def test_options_that_json_would_change_are_refused(value: Any, tmp_path: Path, 
         (("dmst", "files", "model.safetensors", "size"), "1", "holds no config and no size"),
         (("dmst", "config", "operator_options"), {"self": 1}, "says what no config can|operator_options"),
         (("dmst", "config", "depth"), 900_000, "tensors for 900000 blocks"),
+        (("dmst", "config", "readout_depth"), 900_000, "tensors for 900000 blocks"),
+        (("dmst", "config"), HUGE, "describes a network that cannot be"),
     ],
 )
 def test_hostile_configs_with_right_hashes(path: tuple, value: Any, message: str, folder: Path) -> None:

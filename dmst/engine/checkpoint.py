@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,16 +189,6 @@ def _files(folder: Path, told: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
 def _read(path: Path, size: int | None = None) -> bytes:
     """The bytes of a plain file of this size (nothing states that of a manifest), and no pickle."""
     try:
-        info = path.lstat()
-        if not stat.S_ISREG(info.st_mode):
-            raise BadFileError(f"{path} is not a plain file: links are not followed.")
-        with path.open("rb", buffering=0) as file:  # a buffer would hold all of it twice
-            whole.refuse_pickle(path, file.read(8))
-            if size is None and info.st_size > LARGEST_MANIFEST:
-                raise BadFileError(f"{path} is damaged: {info.st_size:,} bytes instead of at most {LARGEST_MANIFEST:,}.")
-            if size not in (None, info.st_size):
-                raise BadFileError(f"{path} is damaged: {info.st_size:,} bytes instead of {size:,}.")
-            file.seek(0)
-            return file.read()
+        return whole.read(path, size, most=LARGEST_MANIFEST if size is None else None)
     except OSError as error:
         raise BadFileError(f"{path} cannot be read ({error.strerror or error}).") from error

@@ -34,6 +34,7 @@ DTYPES = {  # as safetensors names them, in its order
     torch.bool: "BOOL",
 }
 LONGEST_HEADER = 100_000_000  # safetensors reads no longer one
+MOST_AXES = 64  # torch computes with no more
 
 
 def pieces(what: str, tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[bytes | memoryview]]:
@@ -77,9 +78,11 @@ def fit(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str =
 def _ordered(what: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     order = list(DTYPES)
     for name, x in tensors.items():
-        if x.dtype not in DTYPES or x.is_meta or x.layout != torch.strided:
-            kind = "on the meta device" if x.is_meta else f"{x.layout} of {x.dtype}"
-            raise OptionError(f"{what}: {name} is {kind}. Kept are plain tensors of {', '.join(map(str, order))}.")
+        if x.dtype not in DTYPES or x.is_meta or x.layout != torch.strided or x.ndim > MOST_AXES:
+            kind = "on the meta device" if x.is_meta else f"{x.layout} of {x.dtype} with {x.ndim} axes"
+            raise OptionError(
+                f"{what}: {name} is {kind}. Kept are plain tensors of {', '.join(map(str, order))} with up to {MOST_AXES} axes."
+            )
     return dict(sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])))
 
 

@@ -34,6 +34,7 @@ from dmst.operators import OPERATORS
 from dmst.operators.orthonormal import OrthonormalLinear, is_orthonormal, orthonormal_rows
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+LARGEST_CONFIG = 2**24  # timm's can hold the names of 21,841 classes
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -74,7 +75,7 @@ def load_model(
     """
     folder = _found(Path(folder))
     told = _read_config(folder / CONFIG)
-    raw = _read(folder / WEIGHTS)
+    raw = _read(folder / WEIGHTS, _stated(folder, told)[0] if "dmst" in told else None)
     try:
         config = _verified_config(folder, told, raw) if "dmst" in told else _foreign_config(folder, told, unverified)
     except TypeError as error:  # a keyword that no signature takes
@@ -82,7 +83,10 @@ def load_model(
     weights = tensors_from(folder / WEIGHTS, raw)
     _fit_classes(folder, config, num_classes)
     _fit_depth(folder / WEIGHTS, config, weights)
-    model = VisionModel(config, device="meta")
+    try:
+        model = VisionModel(config, device="meta")
+    except RuntimeError as error:  # more elements than 64 bits can count
+        raise BadFileError(f"{folder / CONFIG} describes a network that cannot be ({_line(error)}).") from error
     _fit(folder / WEIGHTS, weights, model)
     model.load_state_dict({name: x.to(device) for name, x in weights.items()}, strict=True, assign=True)
     return model.eval()
@@ -148,27 +152,29 @@ def _found(folder: Path) -> Path:
     return folder
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, most: int | None) -> bytes:
+    """The bytes of a file, or of what a link leads to: the caches that models come from are made of links."""
     try:
-        raw = path.read_bytes()
+        return whole.read(path, most=most, links=True)
+    except BadFileError:
+        raise
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
         raise BadFileError(
             f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): "
             f"a saved model is a folder with {WEIGHTS} and {CONFIG}."
         ) from error
-    whole.refuse_pickle(path, raw)
-    return raw
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    raw = _read(path)
+    raw = _read(path, LARGEST_CONFIG)
     told = whole.json_object(path, raw, "the config of a model")
     if "self_sha256" in told or "dmst" in told:
         whole.check_seal(path, told, raw)
     return told
 
 
-def _verified_config(folder: Path, told: dict[str, Any], raw: bytes) -> ModelConfig:
+def _stated(folder: Path, told: dict[str, Any]) -> tuple[int, Any, dict[str, Any]]:
+    """Size and sha256 of the weights, and the config, as they are stated."""
     try:
         stated, written = told["dmst"]["files"][WEIGHTS], told["dmst"]["config"]
         size, digest = stated["size"], stated["sha256"]
@@ -176,6 +182,11 @@ def _verified_config(folder: Path, told: dict[str, Any], raw: bytes) -> ModelCon
         raise BadFileError(f"{folder / CONFIG} misses {error}: it was not written by save_model.") from error
     if type(size) is not int or not isinstance(written, dict):
         raise BadFileError(f"{folder / CONFIG} holds no config and no size: it was not written by save_model.")
+    return size, digest, written
+
+
+def _verified_config(folder: Path, told: dict[str, Any], raw: bytes) -> ModelConfig:
+    size, digest, written = _stated(folder, told)
     if len(raw) != size:
         raise BadFileError(f"{folder / WEIGHTS} is damaged: {len(raw):,} bytes instead of {size:,}. Copy it again.")
     if hashlib.sha256(raw).hexdigest() != digest:
@@ -216,8 +227,11 @@ def tensors_from(path: Path, raw: bytes) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load(raw)
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        why = str(error).partition("\n")[0]  # torch adds a stack of C++
-        raise BadFileError(f"{path} is not a safetensors file ({why}).") from error
+        raise BadFileError(f"{path} is not a safetensors file ({_line(error)}).") from error
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]  # torch adds a stack of C++
 
 
 def _fit_classes(folder: Path, config: ModelConfig, asked: int | None) -> None:
@@ -230,10 +244,9 @@ def _fit_classes(folder: Path, config: ModelConfig, asked: int | None) -> None:
 
 def _fit_depth(path: Path, config: ModelConfig, weights: dict[str, Tensor]) -> None:
     """First of all, so that no network of a million blocks is built to find that the weights are of twelve."""
-    if config.depth > max(len(weights), 1):
-        raise BadFileError(
-            f"{path} does not hold the weights of {config.name}: {len(weights)} tensors for {config.depth} blocks."
-        )
+    depth = max(config.depth, config.readout_depth if config.readout == "class_attention" else 0)
+    if depth > max(len(weights), 100):  # so many are made in no time
+        raise BadFileError(f"{path} does not hold the weights of {config.name}: {len(weights)} tensors for {depth} blocks.")
 
 
 def _fit(path: Path, weights: dict[str, Tensor], model: VisionModel) -> None:
