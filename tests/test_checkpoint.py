@@ -179,6 +179,7 @@ def test_what_is_not_finite_is_never_written(value: float, stem: str, kind: torc
         ({"tensors": {"model": {"a": torch.ones(1, device="meta")}}}, "a is on the meta device"),
         ({"tensors": {"model": {"a": torch.ones(1, dtype=torch.complex64)}}}, "a is torch.strided of torch.complex64"),
         ({"tensors": {"model": {"a": torch.eye(2).to_sparse()}}}, "a is torch.sparse_coo"),
+        ({"tensors": {"model": {"a": torch.ones(1).reshape([1] * 65)}}}, "a is torch.strided of torch.float32 with 65 axes"),
         ({"tensors": {"model": {"__metadata__": torch.ones(1)}}}, "__metadata__"),
         ({"tensors": {"model": {"\ud800": torch.ones(1)}}}, "no text"),
     ],
@@ -443,6 +444,7 @@ def test_a_forged_checkpoint_loads_if_it_is_right(run: RunFolder) -> None:
     assert all(torch.equal(x, loaded["model"][name]) for name, x in found.items()) and loaded["more"] == {}
 
 
+AXES = b'{"a":{"dtype":"F32","shape":[' + b",".join([b"1"] * 65) + b'],"data_offsets":[0,4]}}'
 TWICE = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}   '
 
 
@@ -461,6 +463,7 @@ TWICE = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8"
         pytest.param(header({"a": entry("F32", [0, 2**63], 0, 0)}), "not a safe", id="2^63 columns"),
         pytest.param(header({"a": entry("F32", [0, 2**62, 2**62], 0, 0)}), "not a safe", id="2^124 columns"),
         pytest.param(header({"a": entry("F32", [2**32, 2**32], 0, 4)}, b"1234"), "not a safe", id="2^64 elements"),
+        pytest.param(header(AXES + b" " * (-len(AXES) % 8), b"1234"), "does not have the header", id="65 axes"),
         pytest.param(header({"a": entry("F4", [4], 0, 2)}, b"12"), "not a safe", id="dtype unknown to torch"),
         pytest.param(header({"a": entry("C64", [1], 0, 8)}, b"12345678"), "does not have the header", id="complex"),
         pytest.param(header({"a": entry("F8_E4M3", [2], 0, 2)}, b"12"), "does not have the header", id="8 bits"),
@@ -752,9 +755,10 @@ def test_a_folder_that_vanished_is_not_made_anew(replaced: bool, run: RunFolder,
 
 def test_checkpoints_alone_that_vanished(run: RunFolder, tmp_path: Path) -> None:
     run.checkpoints.rename(tmp_path / "away")
-    with pytest.raises(
-        SaveError, match=r"could not be written \(No such file or directory\): it needs [\d,]+ bytes, and [\d,]+ are"
-    ):
+    moved = (
+        r"could not be written \(the folder of its checkpoints was moved away or replaced\): it needs [\d,]+ bytes, and [\d,]"
+    )
+    with pytest.raises(SaveError, match=moved):
         run.save(snapshot(9))
     assert not run.checkpoints.exists()
 
@@ -794,6 +798,37 @@ def test_reading_is_free_and_writing_is_not(run: RunFolder) -> None:
         with pytest.raises(OptionError, match=r"is not held: use it inside `with RunFolder"):
             change()
     assert RunFolder(run.path / "gone").newest() is None and not (run.path / "gone").exists()
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_checkpoints_that_were_replaced_are_not_gone_on_with(link: bool, run: RunFolder, tmp_path: Path) -> None:
+    """A kill would find none there, and begin at step 0 in silence."""
+    old, other = run.load(6), tmp_path / "other"
+    run.checkpoints.rename(tmp_path / "away")
+    other.mkdir()
+    run.checkpoints.symlink_to(other) if link else run.checkpoints.mkdir()
+    for work in (lambda: run.save(snapshot(9)), run.prune):
+        with pytest.raises(SaveError, match="moved away or replaced"):
+            work()
+    assert names(run.checkpoints) == names(other) == []
+    run.checkpoints.unlink() if link else run.checkpoints.rmdir()
+    (tmp_path / "away").rename(run.checkpoints)
+    assert same(run.newest(), old)
+    saved(run, 9)
+
+
+def test_a_full_disk_is_told_from_a_place_that_cannot_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the number of the process finds room: try again later, not elsewhere."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "write", full)
+        with pytest.raises(FullDiskError, match=r"run could not be written \(No space left on device\): it needs .* are free"):
+            RunFolder(tmp_path / "run").__enter__()
+    with RunFolder(tmp_path / "run") as run:
+        saved(run, 3)
 
 
 @pytest.mark.parametrize("what", ["file", "link to itself", "under a file"])

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from dmst.engine import prepare, train, work
 from dmst.engine.recipe import Recipe
-from tests.runs import EVERYTHING, digests, on_pictures, pictures, tiny
+from tests.runs import EVERYTHING, CutAfter, digests, on_pictures, pictures, tiny
 
 ROOT = Path(__file__).parents[1]
 TWENTY = ["data.limit=80", "schedule.epochs=4", "optim.opt=adamw", "run.eval_batch_size=50"]  # 359 test images: uneven
@@ -125,16 +125,34 @@ def failures(place: Path) -> None:
 
             work.Work.finish = finish  # type: ignore[method-assign]
             train.train(recipe, where, device="cpu")
+        elif kind == "network":  # a file of weights that one machine has not
+            real_build = prepare.build_model
+            prepare.build_model = lambda *args: (_ for _ in ()).throw(OSError("no such file")) if number else real_build(*args)
+            train.train(recipe, where, device="cpu")
         else:
             work.F.cross_entropy = broken
             train.train(recipe, where, device="cpu")
 
     train.train(recipe, place / "alone", device="cpu")  # what is imported on first use is imported now
-    for kind in ("error", "memory", "death", "scan", "weights"):
+    for kind in ("error", "memory", "death", "scan", "weights", "network"):
         began = time.monotonic()
         codes = group(lambda number, kind=kind: fails(kind, number, place / kind))  # type: ignore[misc]
         steps = train.RunFolder(place / kind).steps()
         print(json.dumps({"kind": kind, "codes": codes, "seconds": time.monotonic() - began, "steps": steps}), flush=True)
+
+
+def cut_off(place: Path) -> None:
+    """Three processes, and four: a run that is cut off after its seventh step, and goes on."""
+    data = pictures(place / "data")
+    for world in (3, 4):
+        recipe = on_pictures(data, *EVERYTHING, "run.batch_size=24", "schedule.epochs=3", "run.accumulate=1")
+
+        def run(name: str, step: int, recipe: Recipe = recipe, world: int = world) -> list[int]:
+            return group(lambda number: train.train(recipe, place / name, device="cpu", watch=CutAfter(step)), world)
+
+        codes = [run(f"whole {world}", 99), run(f"cut {world}", 7), run(f"cut {world}", 99)]
+        same = digests(place / f"whole {world}") == digests(place / f"cut {world}")
+        print(json.dumps({"codes": [sorted(set(each)) for each in codes], "same": same}), flush=True)
 
 
 def lines(*arguments: str) -> list[Any]:
@@ -168,9 +186,15 @@ def test_what_fails_on_one_process_ends_all(tmp_path: Path) -> None:
         "death": ([1, -9], [3]),
         "scan": ([0, 0], [9, 12]),
         "weights": ([1, 1], []),
+        "network": ([1, 1], []),
     }
     assert {each["kind"]: (each["codes"], each["steps"]) for each in found} == wanted
     assert all(each["seconds"] < 30 for each in found), found
+
+
+def test_three_and_four_processes_go_on_to_the_same_bits(tmp_path: Path) -> None:
+    """Sums of three depend on their order, which must not depend on how many steps a process has done."""
+    assert lines("cut_off", str(tmp_path)) == [{"codes": [[0], [1], [0]], "same": True}] * 2
 
 
 SCRIPT = """

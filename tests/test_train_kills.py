@@ -103,6 +103,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "before its rename": lambda: at_audit("os.rename", ".tmp-", "step_00000006"),
     "after its rename": lambda: at_call(whole, "sync", 6),  # for each step: the folder, what holds it, that again to prune
     "while the oldest is removed": lambda: at_audit("os.remove", "model.safetensors"),
+    "before the last one is removed": lambda: at_audit("os.rename", "dead.step_00000006"),  # no other save follows
     "in a step, between two optimizers": lambda: at_call(Muon, "step", 8),
     "in an evaluation": lambda: at_call(evaluate, "_add", 2),
     "while the model is written": lambda: at_half("model.safetensors", ".final."),
@@ -117,10 +118,18 @@ def both_signals() -> None:
     at_call(work.F, "cross_entropy", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
+def by_slurm() -> None:
+    """To torchrun and to each of its processes; torchrun passes it on, so it comes twice."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "job"
+    os.kill(os.getpid(), signal.SIGTERM)
+    at_call(work.F, "cross_entropy", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
 SIGNALS: dict[str, Callable[[], None]] = {
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
     "SIGINT twice": both_signals,
+    "SIGTERM twice, under torchrun": by_slurm,
 }
 
 # --- the program -----------------------------------------------------------------------------------------------------
@@ -250,7 +259,7 @@ def lines(*arguments: str) -> list[Any]:
 # --- the tests -------------------------------------------------------------------------------------------------------
 
 SAME = {"bits": [], "files": [], "lines": [], "count": 0}
-FROM = [3, 3, 6, 9, 6, 3, 12, 6, 0]  # steps that are not lost
+FROM = [3, 3, 6, 9, 12, 6, 3, 12, 6, 0]  # steps that are not lost
 
 
 def test_a_run_killed_at_any_kind_of_event_ends_in_the_same_bits(tmp_path: Path) -> None:
@@ -261,7 +270,7 @@ def test_a_run_killed_at_any_kind_of_event_ends_in_the_same_bits(tmp_path: Path)
 
 def test_a_run_that_is_told_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
     found = lines("signals", str(tmp_path))
-    for kind, code, step, each in zip(SIGNALS, (143, 130, 130), (5, 5, 3), found, strict=True):
+    for kind, code, step, each in zip(SIGNALS, (143, 130, 130, 143), (5, 5, 3, 5), found, strict=True):
         assert each.pop("seconds") < 10, each
         each["lines"] = [event for event in each["lines"] if (event["event"], event["step"]) != ("checkpoint", 5)]
         each["count"] -= step == 5  # the checkpoint of the stop
@@ -363,8 +372,9 @@ def test_a_run_may_go_on_without_room(data: Path, tmp_path: Path, monkeypatch: p
         train.train(recipe, tmp_path / "other", device="cpu", watch=Fills(99))
 
 
-def test_a_folder_that_vanishes(data: Path, tmp_path: Path) -> None:
-    """It is not made anew: what a run writes belongs together."""
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_vanishes(replaced: bool, data: Path, tmp_path: Path) -> None:
+    """It is not made anew, and what took its place is left alone: what a run writes belongs together."""
     recipe = on_pictures(data, *EVERYTHING)
     run, away = tmp_path / "run", tmp_path / "away"
 
@@ -372,12 +382,20 @@ def test_a_folder_that_vanishes(data: Path, tmp_path: Path) -> None:
         def step(self, done: int, steps: int, values: dict[str, Any]) -> None:
             if done == self.last:
                 run.rename(away)
+                run.mkdir() if replaced else None
 
-    for step, newest, message in ((4, 3, r"journal\.jsonl could not be written"), (9, 6, "was moved away or replaced")):
+        def end(self) -> None:  # after the last checkpoint, before the model
+            if self.last == 13:
+                self.step(13, 12, {})
+
+    for step, newest, message in ((4, 3, r"journal\.jsonl could not be written"), (9, 6, "was moved away or replaced"),
+                                  (13, 12, "final could not be written .the folder of the run was moved away or")):  # fmt: skip
         with pytest.raises(SaveError, match=message):
             train.train(recipe, run, device="cpu", watch=Moves(step))
-        assert not run.exists() and RunFolder(away).newest().step == newest
+        assert os.listdir(run) == [] if replaced else not run.exists()
+        assert RunFolder(away).newest().step == newest
         shutil.rmtree(away)
+        run.rmdir() if replaced else None
 
 
 if __name__ == "__main__":

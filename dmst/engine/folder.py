@@ -28,6 +28,7 @@ from dmst.engine.checkpoint import Snapshot
 from dmst.errors import BadFileError, OptionError, SaveError
 
 STEP = re.compile(r"step_(\d{8}|[1-9]\d{8,})")
+LOCK_SIZE = 20  # bytes: the number of a process
 LEFT = re.compile(r"\.tmp-\d+-\d+|dead\.step_\d+|old\.(step_\d+)")
 
 
@@ -38,6 +39,7 @@ class RunFolder:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None
+        self._was: os.stat_result | None = None  # the folder of the checkpoints, as it was found
         self._verified: dict[int, list[tuple[str, int, int, int]]] = {}  # by step, what its files were then
 
     def __enter__(self) -> RunFolder:
@@ -50,10 +52,13 @@ class RunFolder:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)
             HELD.add(self)
+            self._was = os.stat(self.checkpoints)
             self._sweep()
             whole.sync(self.path)
         except OSError as error:
             self.__exit__()
+            if error.errno in whole.NO_ROOM:
+                raise whole.failed(self.path, error, LOCK_SIZE) from error
             raise OptionError(f"{self.path} cannot be the folder of a run ({error.strerror}): choose another one.") from error
         except BaseException:
             self.__exit__()
@@ -103,7 +108,7 @@ class RunFolder:
         """Write a checkpoint, whole or not at all; returns its folder. Another one of the same step is replaced."""
         size, files = checkpoint.contents(snapshot)
         folder = self._folder(snapshot.step)
-        self._check_held(folder, size)
+        self.check_held(folder, size)
         if os.path.lexists(folder) and checkpoint.holds(folder, snapshot):
             return folder
         staging = self.checkpoints / f".tmp-{os.getpid()}-{snapshot.step}"
@@ -114,7 +119,7 @@ class RunFolder:
 
         At least 2 are kept. Damaged ones do not count: each is read and hashed, and again only when its files have changed.
         """
-        self._check_held(self.checkpoints, 0)
+        self.check_held(self.checkpoints)
         kept = list(islice((step for step in reversed(self.steps()) if self._verifies(step)), max(keep, 2)))
         spared = set(protect)
         gone = [step for step in self.steps() if step < kept[-1] and step not in spared] if len(kept) >= max(keep, 2) else []
@@ -129,6 +134,21 @@ class RunFolder:
             raise SaveError(f"old checkpoints in {self.checkpoints} could not be removed ({error.strerror}).") from error
         return gone
 
+    def check_held(self, path: Path, size: int = 0) -> None:
+        """Before `path` is written: our lock must still be the one that another run would find, and the checkpoints ours."""
+        if self._lock is None or self._was is None:
+            raise OptionError(f"{self.path} is not held: use it inside `with RunFolder(...) as run:`.")
+        for was, where, what in (
+            (os.fstat(self._lock), self.path / "lock", "the folder of the run"),
+            (self._was, self.checkpoints, "the folder of its checkpoints"),
+        ):
+            try:
+                same = os.path.samestat(was, os.stat(where))
+            except OSError:
+                same = False
+            if not same:
+                raise whole.failed(path, OSError(errno.ENOENT, f"{what} was moved away or replaced"), size)
+
     def _folder(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
 
@@ -142,17 +162,6 @@ class RunFolder:
             return False
         self._verified[step] = files
         return True
-
-    def _check_held(self, path: Path, size: int) -> None:
-        """The lock that we hold must still be the one that another run would find."""
-        if self._lock is None:
-            raise OptionError(f"{self.path} is not held: use it inside `with RunFolder(...) as run:`.")
-        try:
-            same = os.path.samestat(os.fstat(self._lock), os.stat(self.path / "lock"))
-        except OSError:
-            same = False
-        if not same:
-            raise whole.failed(path, OSError(errno.ENOENT, "the folder of the run was moved away or replaced"), size)
 
     def _sweep(self) -> None:
         """Put back what only stepped aside, first of all; then remove what was cut off."""
@@ -172,7 +181,7 @@ def _locked(folder: Path) -> int:
         os.ftruncate(handle, 0)
         os.write(handle, f"{os.getpid()}\n".encode())
     except BlockingIOError as error:
-        who = os.read(handle, 20).decode(errors="replace").strip()
+        who = os.read(handle, LOCK_SIZE).decode(errors="replace").strip()
         os.close(handle)
         by = f", process {who}," if who.isdecimal() else ""
         raise OptionError(f"{folder} is in use: another run{by} is in it. Choose another folder, or end that run.") from error

@@ -27,9 +27,12 @@ Listener = Callable[[dict[str, Any], int], None]
 
 
 class Journal:
-    def __init__(self, folder: Path | None, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(
+        self, folder: Path | None, listeners: Sequence[Listener] = (), check: Callable[[Path, int], None] | None = None
+    ) -> None:
         self.path = None if folder is None else folder / NAME  # None: another process writes it
         self.listeners = listeners
+        self.check = check  # of (path, bytes) before a line is written: may the folder be written to?
         self.keep_going = False
         self._before = ""  # what must come before the next line
 
@@ -46,10 +49,12 @@ class Journal:
     def write(self, event: str, step: int, **values: Any) -> None:
         if self.path is None:
             return
-        line = {"event": event, "step": step, "time": round(time.time(), 3), **values}
+        line = _line({"event": event, "step": step, "time": round(time.time(), 3), **values})
+        if self.check:
+            self.check(self.path, len(line))
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(self._before + _line(line))
+                file.write(self._before + line)
             self._before = ""
         except OSError as error:
             full, self._before = error.errno in whole.NO_ROOM, "\n"  # half of the line may be there

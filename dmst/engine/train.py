@@ -100,7 +100,7 @@ class _Loop:
         listeners: Sequence[journal.Listener],
     ) -> None:
         self.recipe, self.folder, self.group, self.watch, self.probes = recipe, folder, group, watch, probes
-        self.journal = journal.Journal(folder.path if group.main else None, listeners)
+        self.journal = journal.Journal(folder.path if group.main else None, listeners, folder.check_held)
         self.step = 0
         self.best: dict[str, Any] = {}
         self.epoch_sums = [0.0, 0.0, 0.0]  # loss, right, images of the epoch so far
@@ -121,6 +121,7 @@ class _Loop:
             raise OptionError(f"the processes find different images in {recipe.data.name}: every machine needs the same ones.")
         with group.together("building the network"):
             model = prepare.build_model(recipe, len(self.sets.train.classes), self.sets.channels).to(group.device, dtype)
+        with group.together("preparing to train"):  # in which processes wait for each other: for none that has failed
             self.work = Work(model, recipe, group)
             view = prepare.view_of(model, recipe.data.crop_pct)
             shared: dict[str, Any] = {"device": group.device, "path": recipe.data.path, "workers": workers}
@@ -138,6 +139,7 @@ class _Loop:
                 )  # fmt: skip
         self._resume()
         if group.main:
+            self.folder.check_held(self.folder.path / RECIPE)
             whole.write_text(self.folder.path / RECIPE, recipe.to_toml())
 
     def _check_recipe(self, allow_change: bool) -> None:
@@ -380,7 +382,7 @@ class _Loop:
             if self.group.main:
                 try:
                     self.folder.save(Snapshot(self.step, tensors, state, self.recipe.to_toml(), context))
-                    self.folder.prune(self.recipe.run.keep, [self.best["step"]] if self.best else [])
+                    self._prune()
                 except FullDiskError as error:
                     if not self.keep_going:
                         raise
@@ -389,6 +391,9 @@ class _Loop:
                     self._saved = self.step
                     self.journal.write("checkpoint", self.step)
         self._tried = self.step
+
+    def _prune(self) -> None:
+        self.folder.prune(self.recipe.run.keep, [self.best["step"]] if self.best else [])
 
     def _save_before(self, error: DmstError) -> None:
         """After a step that failed, the state before it: nothing is lost. What fails on one process only is not waited for."""
@@ -407,6 +412,8 @@ class _Loop:
         score = self.last_score.get(self._chosen())
         with self.group.together("saving the model"):
             if self.group.main and not self.ended:
+                self.folder.check_held(self.folder.path / FINAL)
+                self._prune()  # a kill may have come between the last checkpoint and this
                 save_model(model, self.folder.path / FINAL, overwrite=True)
                 values = {name: each.told() for name, each in self.last_score.items()}
                 by_class = [] if score is None else [list(pair) for pair in score.by_class]
@@ -436,8 +443,10 @@ class _Loop:
     def _asked_to_stop(self, number: int) -> None:
         if os.getpid() != self._process:  # a loader's worker, which has our handlers: the main process says when it ends
             return
-        if self._stop:  # asked twice: at once; what is saved is whole
-            os._exit(128 + number)
+        if self._stop:
+            if number == signal.SIGTERM and torch.distributed.is_torchelastic_launched():
+                return  # once by the cluster, to every process of a job, and once by torchrun, which passes its own on
+            os._exit(128 + number)  # asked twice: at once; what is saved is whole
         self._stop = number
         with suppress(RuntimeError):  # in the middle of another line
             self.watch.say("Stopping after this step; again to stop at once.")

@@ -12,6 +12,7 @@ runs them a few times; every tensor that this changes is put back.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ class Work:
         self.mean = Mean(model, recipe.optim.model_ema) if recipe.optim.model_ema else None
         self.net: nn.Module = torch.compile(model, dynamic=False) if run.compile else model  # type: ignore[assignment]
         if group.world > 1:
-            self.net = DistributedDataParallel(self.net, [group.device] if group.device.type == "cuda" else None)
+            self.net = _averaged(self.net, group.device)
         self.parameters = list(self.optimizer.names)
         self.scale, self.good, self.skipped = (2.0**16 if run.amp == "fp16" else 1.0), 0, 0
         self.tied = any(isinstance(module, OrthonormalLinear) for module in model.modules())
@@ -290,6 +291,16 @@ def _statistics(model: nn.Module) -> list[tuple[list[Tensor], list[Tensor]]]:
     found = [x for module in model.modules() if isinstance(module, nn.BatchNorm2d) for x in module.buffers()]
     lists = [[x for x in found if x.is_floating_point() == which] for which in (True, False)]
     return [(part, [x.clone() for x in part]) for part in lists if part]
+
+
+def _averaged(net: nn.Module, device: torch.device) -> nn.Module:
+    """Gradients averaged over processes, always in the same order.
+
+    torch lays them out anew after the first step, by when they came, unless told that some may be unused. Where a gradient
+    lies decides in which order three or more processes are summed: a run that goes on would end in other bits.
+    """
+    warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)  # and all are used
+    return DistributedDataParallel(net, [device] if device.type == "cuda" else None, find_unused_parameters=True)
 
 
 def _is_random(model: VisionModel) -> bool:
