@@ -188,3 +188,21 @@ def test_the_published_layers_keep_three_times_as_much() -> None:
     z = torch.randn(8, 196, 384, requires_grad=True)
     assert kept(AttentionDMSA(384, 8, qkv_bias=True), z) > 7.0
     assert kept(AttentionTSSA(384, 8, qkv_bias=True), z) > 6.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+@pytest.mark.parametrize("mode", ["equation", "proximal"])
+def test_a_silent_head_of_next_to_no_mass_has_no_nan_gradient(mode: str, dtype: torch.dtype) -> None:
+    """Memberships near the smallest number there is: autograd would take T/mass, infinite, times the closed gate's 0."""
+    for logit in (-84.0, -86.0, -88.0) if dtype == torch.float32 else (-702.0, -705.0, -709.0):
+        operator = build("dmsa", {"mode": mode, "membership_bias": True}, dtype=dtype).eval()
+        with torch.no_grad():
+            operator.assign.weight.zero_()
+            operator.assign.bias.copy_(torch.tensor([0.0, logit, 2 * logit]))
+        z, grad = (100 * tokens(dtype=dtype)).requires_grad_(), torch.randn(2, 7, 24, dtype=dtype)
+        found = gradients(operator, z, grad)
+        out = reference.attend(z, operator.weights(), operator.form, dtype=dtype)
+        plain = torch.autograd.grad(out, (z, *operator.parameters()), grad)
+        for gradient, mine in zip(plain, list(found.values())[1:], strict=True):
+            assert gradient.isfinite().all(), logit
+            torch.testing.assert_close(gradient, mine, rtol=1e-4, atol=1e-4 * mine.abs().max().item())

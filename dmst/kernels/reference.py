@@ -124,16 +124,19 @@ def gate_of(scores: Tensor | None, form: Form) -> tuple[Tensor | None, Tensor | 
 def token_moments(
     projected: Float[Tensor, "b k n p"], membership: Float[Tensor, "b k n"], form: Form
 ) -> tuple[Float[Tensor, "b k p"], Float[Tensor, "b k"]]:
-    """T_ki and the mass it was divided by. The square is taken after the upcast: float16 overflows at 256."""
+    """T_ki and the mass it was divided by. The square is taken after the upcast: float16 overflows at 256.
+
+    Memberships are divided, not the sum: T/mass, which autograd would take of it, is infinite where a head has next to no mass,
+    and a closed gate's 0 times that is NaN.
+    """
     values = wide(projected)
     if form.uniform_moment:
         mass = torch.full_like(membership.sum(-1), max(values.shape[-2], 1))
-        energy = values.square().sum(-2)
-    else:
-        mass = membership.sum(-1) + form.delta
-        mass = mass if form.delta else torch.where(mass > 0, mass, 1)
-        energy = times(values * membership.unsqueeze(-1), values).sum(-2)
-    return energy / mass.unsqueeze(-1), mass
+        return values.square().sum(-2) / mass.unsqueeze(-1), mass
+    mass = membership.sum(-1) + form.delta
+    mass = mass if form.delta else torch.where(mass < torch.finfo(mass.dtype).tiny, 1, mass)  # 1/mass is finite; NaN stays
+    share = membership / mass.unsqueeze(-1)
+    return times(values * share.unsqueeze(-1), values).sum(-2), mass
 
 
 def token_statistics(
