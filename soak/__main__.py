@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dmst.bench import record
 from soak import table
-from soak.case import AREAS
+from soak.case import AREAS, module_of
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM = 300.0  # seconds that a worker may take to say how many cases there are
@@ -32,11 +32,20 @@ WARM = 300.0  # seconds that a worker may take to say how many cases there are
 
 def source(area: str) -> str:
     """One hash of the package and of what tries it."""
-    files = [*sorted((ROOT / "dmst").rglob("*")), ROOT / f"soak/areas/{area}.py", ROOT / "tests/runs.py"]
+    files = {path for path in (ROOT / "dmst").rglob("*") if path.suffix in (".py", ".toml")}
+    todo = [Path(module_of(area).__file__ or "")]
+    while todo:  # the area's file, and what it imports of ours, however far down
+        if (path := todo.pop()) not in files and path.is_file():
+            files.add(path)
+            names = re.findall(r"^\s*(?:from|import) ((?:soak|tests)[\w.]*)(?: import (\w+))?", path.read_text(), re.MULTILINE)
+            todo += [
+                ROOT.joinpath(*f"{package}{dot}".split(".")).with_suffix(".py")
+                for package, name in names
+                for dot in ("", f".{name}")
+            ]
     total = hashlib.sha256()
-    for file in files:
-        if file.suffix in (".py", ".toml") and file.is_file():
-            total.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    for file in sorted(files):
+        total.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
     return total.hexdigest()[:16]
 
 
@@ -76,6 +85,8 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 def run(area: str, out: Path, most: int, commit: str) -> bool:
@@ -92,7 +103,7 @@ def run(area: str, out: Path, most: int, commit: str) -> bool:
     kept = [json.dumps(each) + "\n" for each in told if each.get("ok", True)]
     if told:
         file.write_text("".join(kept))  # what failed is tried again
-    jobs = getattr(importlib.import_module(f"soak.areas.{area}"), "JOBS", min(2, os.cpu_count() or 1))
+    jobs = getattr(module_of(area), "JOBS", min(2, os.cpu_count() or 1))
     failed: dict[str, str] = {}
     columns = (
         TextColumn("{task.description:<12}"),
@@ -101,9 +112,9 @@ def run(area: str, out: Path, most: int, commit: str) -> bool:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with tempfile.TemporaryFile() as log, file.open("a") as lines, Progress(*columns) as bar:
+    waiting = selectors.DefaultSelector()
+    with tempfile.TemporaryFile() as log, file.open("a") as lines, Progress(*columns) as bar, waiting as ready:
         task = bar.add_task(area, total=None, completed=len(done))
-        ready = selectors.DefaultSelector()
 
         def start(k: int) -> None:
             worker = Worker(area, k, jobs, most, done, log)

@@ -8,8 +8,10 @@ limit    seconds after which it counts as a hang, and its process is killed
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 AREAS = ("crash", "checkpoints", "images", "configs", "kernels", "distributed", "supply")
@@ -20,3 +22,8 @@ class Case(NamedTuple):
     name: str
     check: Callable[[Path], dict[str, Any] | None]
     limit: float = 120.0
+
+
+def module_of(area: str) -> ModuleType:
+    """The file of an area; a name with a dot is a module of its own, as a test plants."""
+    return importlib.import_module(area if "." in area else f"soak.areas.{area}")

@@ -5,7 +5,6 @@ python -m soak.worker AREA K JOBS     every JOBS-th case from the K-th on, but f
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 
+from soak.case import module_of
+
 
 def tell(told: dict[str, Any]) -> None:
     os.write(OUT, (json.dumps(told) + "\n").encode())
@@ -25,17 +26,12 @@ def tell(told: dict[str, Any]) -> None:
 
 def main(area: str, k: int, jobs: int, most: int) -> None:
     done = set(json.load(sys.stdin))
-    module = importlib.import_module(f"soak.areas.{area}")
+    module = module_of(area)
     place = Path(tempfile.mkdtemp(prefix=f"soak-{area}-"))
-    taken: dict[str, int] = {}
     try:
         every = list(module.cases(place))
         if most:
-            every = [
-                case
-                for case in every
-                if taken.setdefault(case.row, 0) < most and not taken.update({case.row: taken[case.row] + 1})
-            ]
+            every = [case for row in dict.fromkeys(x.row for x in every) for case in [x for x in every if x.row == row][:most]]
         assert len({case.name for case in every}) == len(every), f"two cases of {area} have one name"
         tell({"total": len(every)})
         for case in every[k::jobs]:

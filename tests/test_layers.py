@@ -1,12 +1,10 @@
-"""The direction rule, and the calls that must not exist: both read from the syntax tree."""
+"""The direction rule, read from the syntax tree: a room imports only rooms below it."""
 
 from __future__ import annotations
 
 import ast
 import sys
 from pathlib import Path
-
-import pytest
 
 import dmst
 
@@ -24,9 +22,6 @@ ROWS = [
     ["__main__"],
 ]
 ROW = {name: row for row, names in enumerate(ROWS) for name in names}
-BANNED_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "yaml", "torch.distributed.checkpoint"}
-BANNED_CALLS = {"torch.load", "torch.save", "eval", "exec", "os.system"}
-BANNED_KEYWORDS = {"shell", "trust_remote_code"}
 
 
 def room(path: Path, root: Path) -> str:
@@ -66,27 +61,6 @@ def wrong_directions(root: Path) -> list[str]:
     return list(dict.fromkeys(wrong))
 
 
-def dotted(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def banned(source: str) -> list[str]:
-    tree = ast.parse(source)
-    found = [name for name in imports(tree) for bad in BANNED_IMPORTS if name == bad or name.startswith(bad + ".")]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            found += [dotted(node.func)] if dotted(node.func) in BANNED_CALLS else []
-            found += [
-                keyword.arg
-                for keyword in node.keywords
-                if keyword.arg in BANNED_KEYWORDS
-                and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
-            ]
-    return found
-
-
 def test_imports_point_downwards() -> None:
     assert wrong_directions(ROOT) == []
 
@@ -102,25 +76,6 @@ def test_a_planted_import_is_found(tmp_path: Path) -> None:
         "objective.py: objective or attic has no row",
         "rotary.py: rotary imports sparsemax",
     ]
-
-
-def test_nothing_is_unpickled_or_evaluated() -> None:
-    assert {path.name: banned(path.read_text()) for path in ROOT.rglob("*.py") if banned(path.read_text())} == {}
-
-
-@pytest.mark.parametrize(
-    ("source", "hits"),
-    [
-        ("import pickle", ["pickle"]),
-        ("from torch.distributed import checkpoint", ["torch.distributed.checkpoint"]),
-        ("import torch\ntorch.load('x')", ["torch.load"]),
-        ("eval('1')", ["eval"]),
-        ("import subprocess\nsubprocess.run('x', shell=True)", ["shell"]),
-        ("model.eval()\nexport.save(x)\nrun('x', shell=False)", []),
-    ],
-)
-def test_the_gate_finds_what_it_should(source: str, hits: list[str]) -> None:
-    assert banned(source) == hits
 
 
 def test_other_libraries_only_where_named() -> None:

@@ -63,9 +63,7 @@ def measure(
             print(json.dumps(rows[-1]), flush=True)
             if out:
                 whole.write_text(Path(out), json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
-    table = Table(
-        "runs at once", "batch", "images/s, all", "step, ms", "without input, ms", "input alone, ms", "input's share", "loss"
-    )
+    table = Table("runs", "batch", "images/s", "step, ms", "less input", "input", "share", "loss")
     for row in rows:
         share = f"{row['share']:.1%} ({row['input_ms'] / row['step_ms']:.1%})"
         numbers = (f"{row[name]:.3f}" for name in ("step_ms", "fixed_ms", "input_ms"))
