@@ -350,6 +350,7 @@ BAD_OVERRIDES = {
     "=": ("", "section.key=value"),
     "lr=1": ("", "section.key=value"),
     "optim.=1": ("", "section.key=value"),
+    ".lr=1": ("", "section.key=value"),
     "optim..lr=1": ("optim.", "unknown key"),
     "optim.lrr=.1": ("optim.lrr", "Did you mean 'lr'?"),
     "optimiser.lr=1": ("optimiser", "Did you mean 'optim'?"),

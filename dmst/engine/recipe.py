@@ -108,7 +108,7 @@ def _override(tables: Tables, override: str) -> None:
     source = f"--set {override[:80]}"
     dotted, equals, text = (part.strip() for part in override.partition("="))
     name, _, key = dotted.partition(".")
-    if not (equals and key) or len(override) > toml.LINE:
+    if not (equals and name and key) or len(override) > toml.LINE:
         raise ConfigError(source, "", "it must be section.key=value, as optim.lr=2e-4.")
     section = _section(name, source)
     key, _, option = key.partition(".")

@@ -88,6 +88,7 @@ EVENTS: dict[str, Callable[[Act], None]] = {
     "while the checkpoint is spread": call(Group, "spread", 3),
     "while the processes meet": call(dist, "init_process_group", 1),
     "while the model is written": event(lambda: kills.at_half("model.safetensors", "/.final.")),
+    "before the model's rename": event(lambda: kills.at_audit("os.rename", "/.final.")),
 }
 
 
@@ -157,9 +158,9 @@ def children(of: int) -> list[int]:
 
 def shared_memory() -> set[str]:
     """Names there, but for those that say which living process they are of: others may be at work on this machine."""
-    mine = str(os.getpid())
-    numbers = {name: re.findall(r"\d+", name) for name in os.listdir("/dev/shm")}
-    return {name for name, found in numbers.items() if not any(n != mine and Path(f"/proc/{n}").exists() for n in found)}
+    found = {name: re.search(r"\d+", name) for name in os.listdir("/dev/shm")}  # torch_PID_..., sem.loky-PID-...
+    others = {name for name, process in found.items() if process and Path(f"/proc/{process[0]}").exists()}
+    return set(found) - {name for name in others if str(os.getpid()) not in name}
 
 
 @contextmanager
@@ -270,7 +271,7 @@ READ = ("data.path=workers", "data.scan=none", "augment.flip=0.5", "augment.resi
 KILLS: list[tuple[int, tuple[str, ...], list[str]]] = [  # processes, changes to the recipe, what befalls whom in each start
     (2, (), ["0 in a step", "1 in a step", "01 in a step"]),
     (2, (), ["1 before gradients meet", "01 in the first step", "0 before gradients meet"]),
-    (2, (), ["0 in the middle of a save", "0 before a save's rename", "0 while the checkpoint is read"]),
+    (2, (), ["0 in a step", "0 while the checkpoint is read", "0 in the middle of a save", "0 before a save's rename"]),
     (2, (), ["0 in an evaluation", "1 in an evaluation", "01 in an evaluation"]),
     (2, (), ["1 in a step", "1 while the checkpoint is spread", "1 while the processes meet"]),
     (2, (), ["0 while the processes meet", "0 while an old checkpoint goes", "0 while the model is written"]),
@@ -622,7 +623,7 @@ def refused(runs: Runs, by_torchrun: bool, what: str, folder: Path) -> None:
 
 # --- 6. SIGTERM ------------------------------------------------------------------------------------------------------
 
-STOPS = (("0", "in a step", 5), ("1", "in an evaluation", 6), ("0", "in the middle of a save", 3))  # and where it ends
+STOPS = (("0", "in a step", 5), ("1", "in an evaluation", 6), ("0", "before a save's rename", 3))  # and where it ends
 
 
 def stopped(runs: Runs, act: str, what: str, rank: str, step: int, folder: Path) -> dict[str, Any]:
@@ -679,7 +680,7 @@ def cases(place: Path) -> Iterator[Case]:
     for command in (True, False):
         yield Case(row, "dmst train" if command else "a program", partial(beside, runs, command))
     row = "a second job in the folder of another is refused"
-    for what in ("in a step", "in an evaluation", "in the middle of a save", "while the model is written"):
+    for what in ("in a step", "in an evaluation", "before a save's rename", "before the model's rename"):
         for by_torchrun in (True, False) if what == "in a step" else (False,):
             name = f"{what}, {'torchrun' if by_torchrun else 'forked'}"
             yield Case(row, name, partial(refused, runs, by_torchrun, what))
