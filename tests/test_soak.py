@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from soak import __main__ as soak
-from soak import table
+from soak import precision, table
 from soak.case import AREAS, module_of
 
 ROOT = Path(__file__).parents[1]
@@ -68,3 +68,14 @@ def test_the_committed_results_are_whole_and_the_readme_shows_them() -> None:
         assert all(case["ok"] for case in cases), area
     text = (ROOT / "README.md").read_text()
     assert text.split(table.BEGIN)[1].split(table.END)[0].strip() == table.markdown(folder)
+
+
+def test_the_document_shows_what_was_measured() -> None:
+    told = table.read(ROOT / "results/soak/kernels.jsonl")[1:]
+    text = (ROOT / "docs/reliability.md").read_text()
+    assert text.split(precision.BEGIN)[1].split(precision.END)[0].strip() == precision.table(told)
+    over = {row: f"{sum('over' in x for x in told if x['row'] == row)} of the" for row in dict.fromkeys(x["row"] for x in told)}
+    said = [
+        f"{count} {len([x for x in told if x['row'] == row]):,}" for row, count in over.items() if not count.startswith("0 ")
+    ]
+    assert len(said) >= 3 and all(each in text for each in said), said
