@@ -165,6 +165,9 @@ def run(area: str, out: Path, most: int, commit: str) -> bool:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - 6000))
             print(log.read().decode(errors="replace"))
+    if source(area) != head["source"]:  # processes that began later had other source than those before
+        print(f"{area}: the source was changed while it ran: what it found belongs to no version. Run it again.")
+        return False
     return not failed
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from dmst.data import loader, transforms
+from dmst.data import workers as reading
 from dmst.data.augment import Augment
 from dmst.data.loader import Batch, EvalStream, Place, TrainStream, View
 from dmst.data.sets import ArraySet, ImageSet
@@ -431,3 +432,19 @@ def test_timm_augments_where_it_is_there(no_timm: None, monkeypatch: pytest.Monk
     assert (
         loader.TrainStream(Files(c=1), View(SIZE, 1, (0.5,), (0.5,)), augment, batch_size=4, seed=0)._batches.policy is not None
     )
+
+
+def test_a_worker_whose_run_was_killed_before_it_looked_ends_too() -> None:
+    """It then has another parent from the beginning, and would wait for that one."""
+    child = os.fork()
+    if child == 0:
+        reading._apart(0, parent=os.getpid())  # nobody is their own parent
+        time.sleep(60)
+        os._exit(0)
+    until = time.monotonic() + 20
+    while (found := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until:
+        time.sleep(0.05)
+    if found[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(found[1]) == 1 and found[0] == child

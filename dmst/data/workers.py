@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,9 +70,19 @@ def collate(found: list[Tensor | Unreadable]) -> Tensor | list[Unreadable]:
     return wrong or default_collate(found)
 
 
-def _apart(worker: int) -> None:
-    """A process group of its own: Ctrl-C and a signal to the whole group ask the run to end, which still needs its workers."""
+def _apart(worker: int, parent: int) -> None:
+    """A process group of its own: Ctrl-C and a signal to the whole group ask the run to end, which still needs its workers.
+
+    It ends with its parent. torch's own look-out takes whoever is the parent when it begins, and a kill may come before that.
+    """
     os.setpgid(0, 0)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        threading.Event().wait(1.0)
+    os._exit(1)
 
 
 def read(samples: Samples, keys: Any, workers: int, device: torch.device) -> Iterator[Tensor]:
@@ -83,7 +94,7 @@ def read(samples: Samples, keys: Any, workers: int, device: torch.device) -> Ite
         num_workers=workers,
         collate_fn=collate,
         generator=generator,
-        worker_init_fn=_apart if workers else None,
+        worker_init_fn=partial(_apart, parent=os.getpid()) if workers else None,
         pin_memory=device.type == "cuda",
     )
     batches = _without_handler(lambda: iter(loader))
