@@ -72,7 +72,7 @@ class Worker:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(sorted(done)).encode())
         self.process.stdin.close()
-        self.rest = b""
+        self.rest, self.done = b"", False
 
     def lines(self) -> list[dict[str, Any]] | None:
         """What it told since; None at its end."""
@@ -82,6 +82,9 @@ class Worker:
         return [json.loads(line) for line in whole] if piece else None
 
     def end_it(self) -> None:
+        if self.done:  # it tidies up
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(60)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -138,28 +141,29 @@ def run(area: str, out: Path, most: int, commit: str) -> bool:
                 for line in news or []:
                     if "total" in line:
                         bar.update(task, total=line["total"])
+                    elif "end" in line:
+                        worker.done, news = True, None
+                        break
                     elif "begin" in line:
                         worker.at, worker.end = line, time.monotonic() + line["limit"]
                     else:
-                        worker.at = {}
                         write(line)
                 if news is None:
                     ready.unregister(key.fileobj)
                     worker.end_it()
-                    if worker.process.returncode != 0 or worker.at.get("begin") not in (None, "the beginning"):
-                        at = worker.at or {"begin": f"after the last case of {worker.k}", "row": "the process"}
+                    if not worker.done:
                         why = f"the process ended with status {worker.process.returncode}"
-                        write({"row": at["row"], "case": at["begin"], "ok": False, "why": why})
-                        if at["row"] not in ("the beginning", "the process"):
+                        write({"row": worker.at["row"], "case": worker.at["begin"], "ok": False, "why": why})
+                        if worker.at["row"] != "the beginning":
                             start(worker.k)
             for key in list(ready.get_map().values()):
                 if time.monotonic() > key.data.end:
                     worker = key.data
                     ready.unregister(key.fileobj)
                     worker.end_it()
-                    why = f"no answer in {worker.at.get('limit', WARM):.0f} s"
-                    write({"row": worker.at.get("row", "?"), "case": worker.at.get("begin", "?"), "ok": False, "why": why})
-                    if worker.at.get("row") != "the beginning":
+                    why = f"no answer in {worker.at['limit']:.0f} s"
+                    write({"row": worker.at["row"], "case": worker.at["begin"], "ok": False, "why": why})
+                    if worker.at["row"] != "the beginning":
                         start(worker.k)
         if failed:
             log.seek(0, os.SEEK_END)

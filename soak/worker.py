@@ -1,4 +1,4 @@
-"""Does the cases of an area, told to its parent line by line: {"total"}, then for each {"begin"} and what it came to.
+"""Does the cases of an area, told to its parent line by line: {"total"}, for each {"begin"} and what it came to, {"end"}.
 
 python -m soak.worker AREA K JOBS     every JOBS-th case from the K-th on, but for names that come on standard input
 """
@@ -51,6 +51,7 @@ def main(area: str, k: int, jobs: int, most: int) -> None:
             told["s"] = round(time.monotonic() - began, 3)
             shutil.rmtree(folder, ignore_errors=True)
             tell(told)
+        tell({"end": True})  # a process that a case left behind may keep the pipe open
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
