@@ -189,7 +189,8 @@ def main() -> int:
     well = [run(area, ask.out, ask.most, record.commit(ask.commit)) for area in ask.areas or AREAS]
     print(table.markdown(ask.out))
     if ask.out == ROOT / "results/soak" and not ask.most:
-        table.into_readme(ROOT / "README.md", ask.out)
+        table.into(ROOT / "README.md", ask.out, whole=False)
+        table.into(ROOT / "docs/reliability.md", ask.out, whole=True)
     return 0 if all(well) else 1
 
 

@@ -1,4 +1,4 @@
-"""The summary: one line for each row of each area, from the files of results/soak alone."""
+"""The summary, from the files of results/soak alone: a line for each area, or for each row of each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from typing import Any
 
 from soak.case import AREAS
 
+ABOUT = {
+    "crash": "runs killed at every event and at random times, told to stop, without room: the same bits afterwards",
+    "checkpoints": "checkpoints and saved models with flipped bits, cut off, hostile, foreign: refused, nothing is ever run",
+    "images": "hostile images and folders: right pixels or a named error, under 2 s and 1 GiB",
+    "configs": "hostile recipes and configs: a named error, or the same again after writing and reading",
+    "kernels": "layers against float64, derivatives, repeats, sparsemax (errors as shares of their bars)",
+    "distributed": "2 to 4 processes: kills, errors, hangs, other numbers of processes",
+    "supply": "foreign code, dependencies, builds, a bare environment",
+}
 BEGIN, END = "<!-- begin results/soak -->", "<!-- end results/soak -->"
 
 
@@ -23,8 +32,8 @@ def read(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def markdown(folder: Path) -> str:
-    """The table, and below it of what it is."""
+def markdown(folder: Path, whole: bool = True) -> str:
+    """A table of rows, or of areas alone, and below it of what it is."""
     out = ["| area | tried | cases | failures | core-seconds | worst error |", "|---|---|---|---|---|---|"]
     facts: dict[str, list[str]] = {}
     for area in AREAS:
@@ -35,8 +44,9 @@ def markdown(folder: Path) -> str:
         versions = f"dmst {head['versions']['dmst']}, torch {head['versions']['torch']}"
         told = f"commit {head['commit'][:7]}, {head['date']}, {versions}, {head['cores']} CPU cores"
         facts.setdefault(told, []).append(area)
-        for row in dict.fromkeys(case["row"] for case in cases):
-            mine = [case for case in cases if case["row"] == row]
+        rows = dict.fromkeys(case["row"] for case in cases) if whole else [ABOUT.get(area, area)]
+        for row in rows:
+            mine = [case for case in cases if case["row"] == row or not whole]
             errors = [case["error"] for case in mine if "error" in case]
             worst = f"{max(errors):.1e}" if errors else ""
             failures, seconds = sum(not case["ok"] for case in mine), sum(case.get("s", 0) for case in mine)
@@ -44,7 +54,8 @@ def markdown(folder: Path) -> str:
     return "\n".join([*out, "", *(f"{', '.join(areas)}: {told}." for told, areas in facts.items())])
 
 
-def into_readme(readme: Path, folder: Path) -> None:
-    text = readme.read_text()
+def into(document: Path, folder: Path, whole: bool) -> None:
+    """Put it between the two lines that are there for it."""
+    text = document.read_text()
     before, rest = text.split(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n{markdown(folder)}\n{END}{rest.split(END)[1]}")
+    document.write_text(f"{before}{BEGIN}\n{markdown(folder, whole)}\n{END}{rest.split(END)[1]}")

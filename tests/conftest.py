@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.verdicts import pytest_runtest_logreport  # noqa: F401 (a hook, by its name)
+
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # children that wait for each other's cores took ten times as long
 if not torch.cuda.is_available():
@@ -23,11 +25,3 @@ settings.load_profile("dmst")
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """What each test came to, as it comes, for tests/gpu.py: a process may be cut short."""
-    told = os.environ.get("DMST_VERDICTS")
-    if told and (report.when == "call" or report.outcome != "passed"):
-        with open(told, "a") as file:
-            file.write(f"{report.outcome} {report.nodeid}\n")

@@ -34,7 +34,7 @@ def collect(files: list[str], root: Path) -> list[str]:
 
 
 def run(tests: list[str], root: Path, processes: int, seconds: float) -> tuple[dict[str, str], str]:
-    """Each test with its verdict (tests/conftest.py writes them down as they come), and what the processes printed."""
+    """Each test with its verdict (tests/verdicts.py writes them down as they come), and what the processes printed."""
     with tempfile.TemporaryDirectory() as name:
         folder, running = Path(name), []
         for i in range(min(processes, len(tests))):

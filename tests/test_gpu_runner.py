@@ -18,9 +18,9 @@ def test_c(): time.sleep(60)
 
 def test_every_verdict_is_told(tmp_path: Path) -> None:
     (tmp_path / "test_three.py").write_text(THREE)
-    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/verdicts.py").read_text())
     command = [sys.executable, str(ROOT / "tests/gpu.py"), "test_three.py", "--root", str(tmp_path), "--processes", "3"]
-    command += ["--seconds", "14", "--commit", "abc", "--out", str(tmp_path / "out.txt")]
+    command += ["--seconds", "7", "--commit", "abc", "--out", str(tmp_path / "out.txt")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert run.returncode == 1
     told = (tmp_path / "out.txt").read_text()

@@ -1,0 +1,14 @@
+"""What each test came to, as it comes, for tests/gpu.py: a process may be cut short. No torch: it is in every process."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    told = os.environ.get("DMST_VERDICTS")
+    if told and (report.when == "call" or report.outcome != "passed"):
+        with open(told, "a") as file:
+            file.write(f"{report.outcome} {report.nodeid}\n")
