@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dmst.bench import record
+from dmst import provenance
 from soak import table
 from soak.case import AREAS, module_of
 
@@ -95,7 +95,7 @@ class Worker:
 def run(area: str, out: Path, most: int, commit: str) -> bool:
     """Every case of an area that is not done; returns whether all are well."""
     file = out / f"{area}.jsonl"
-    head = {"area": area, "source": source(area), "most": most, "versions": record.versions()}
+    head = {"area": area, "source": source(area), "most": most, "versions": provenance.versions()}
     told = table.read(file)
     if not told or {key: told[0].get(key) for key in head} != head:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def main() -> int:
     ask = parse.parse_args()
     if unknown := set(ask.areas) - set(AREAS):
         parse.error(f"no area is called {', '.join(sorted(unknown))}: choose of {', '.join(AREAS)}")
-    well = [run(area, ask.out, ask.most, record.commit(ask.commit)) for area in ask.areas or AREAS]
+    well = [run(area, ask.out, ask.most, provenance.commit(ask.commit)) for area in ask.areas or AREAS]
     print(table.markdown(ask.out))
     if ask.out == ROOT / "results/soak" and not ask.most:
         table.into(ROOT / "README.md", ask.out, whole=False)

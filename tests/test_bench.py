@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from dmst import cli, kernels
+from dmst import cli, kernels, provenance
 from dmst.bench import acceptance, figure, layers, measure, operators, parity, plan, record, tables, timing, training
 from dmst.cli import bench as bench_command
 from dmst.errors import BadFileError, MissingExtraError, OptionError, UnknownNameError
@@ -291,11 +291,11 @@ def test_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise FileNotFoundError("git")
 
     monkeypatch.delenv("DMST_COMMIT", raising=False)
-    monkeypatch.setattr(record.subprocess, "run", git)
-    assert record.commit() == "unknown"
+    monkeypatch.setattr(provenance.subprocess, "run", git)
+    assert provenance.commit() == "unknown"
     monkeypatch.setenv("DMST_COMMIT", "from the environment")
-    assert record.commit() == "from the environment"
-    assert record.commit("asked") == "asked"
+    assert provenance.commit() == "from the environment"
+    assert provenance.commit("asked") == "asked"
 
 
 def test_each_device_has_its_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from dmst.bench import training
 from dmst.data import catalog
 from dmst.data.augment import Augment
 from dmst.data.loader import TrainStream, View
-from dmst.engine import prepare
+from dmst.engine import prepare, several
 from dmst.engine.distributed import joined
 from dmst.engine.recipe import read_recipe
 from dmst.engine.train import train
@@ -62,13 +62,15 @@ def test_recorded_steps_are_the_plain_ones(mode: str, amp: str, bar: float, tmp_
 def test_runs_that_share_the_device_are_those_that_have_it_alone() -> None:
     """Graphs that run at once must share nothing, the workspace of cuBLAS least of all: it spoils sums, or stops both."""
     changes = ["data.name=digits", 'data.eval=""', "run.graph=true", "run.batch_size=512"]
-    recipe = read_recipe("cifar10", changes)
-    sets = prepare.open_sets(recipe, data_dir=None)
+    recipes = [read_recipe("cifar10", [*changes, f"run.seed={seed}"]) for seed in range(3)]
+    sets = prepare.open_sets(recipes[0], data_dir=None)
 
-    def weights(*seeds: int) -> list[dict[str, torch.Tensor]]:
-        contestants = [training._contestant(recipe, sets, group, seed) for seed in seeds]
-        training._run(contestants, [each.stream.batches(0, 40) for each in contestants], 40)
-        return [each.work.model.state_dict() for each in contestants]
+    def weights(*which: int) -> list[dict[str, torch.Tensor]]:
+        runs = [several.start(recipes[i], sets, group) for i in which]
+        batches = [run.stream.batches(0, 40) for run in runs]
+        for step in range(40):
+            several.step(runs, batches, step, 1.0)
+        return [run.work.model.state_dict() for run in runs]
 
     torch.use_deterministic_algorithms(True, warn_only=True)  # but cuBLAS as it is everywhere else
     try:

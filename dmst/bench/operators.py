@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from dmst import provenance
 from dmst.bench import acceptance, figure, layers, record, tables
 from dmst.bench.measure import Known, measure
 from dmst.bench.plan import DTYPE, MODES, SHAPES, Setting, Task, parse_names, parse_shapes, plan
@@ -46,7 +47,7 @@ def measure_all(
     """Measure what is asked for on the device at hand."""
     device, said = _device(), console()
     dtype = choose("dtype", dtype or DTYPE[device.type], layers.DTYPES)
-    setting = Setting(device, dtype, dim, heads, record.commit(commit))
+    setting = Setting(device, dtype, dim, heads, provenance.commit(commit))
     layers.DMSA(dim, heads, device="meta")  # a width that cannot be is said before anything starts
     asked = parse_names("layer", only, tuple(layers.CONTENDERS))
     tasks, left = plan(setting, parse_shapes(shapes or SHAPES[device.type]), asked, parse_names("mode", modes, MODES), compiled)
@@ -57,7 +58,7 @@ def measure_all(
     if any((row["dim"], row["dtype"]) != (dim, dtype) for row in earlier):
         raise OptionError(f"{path} holds rows of another width or dtype: give this run a file of its own (--out).")
     book = record.Book(path, record.facts(device, setting.commit), earlier or None)
-    name = record.device_name(device)
+    name = provenance.device_name(device)
     said.print(
         f"[bold]dmst bench operators[/]: {escape(name)}, {setting.dtype}, width {dim}; {len(tasks)} rows to {escape(str(path))}"
     )

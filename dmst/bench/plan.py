@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dmst.bench import layers, record, timing
+from dmst import provenance
+from dmst.bench import layers, timing
 from dmst.errors import OptionError, choose
 
 Shape = tuple[int, int]  # batch, tokens
@@ -33,7 +34,7 @@ class Setting:
     dim: int = 384
     heads: int = 8
     commit: str = "unknown"
-    versions: dict[str, Any] = field(default_factory=record.versions)
+    versions: dict[str, Any] = field(default_factory=provenance.versions)
 
     @property
     def numbers(self) -> torch.dtype:

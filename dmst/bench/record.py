@@ -13,21 +13,16 @@ failure, note, spread    why there is no time; the first warning; distance of th
 from __future__ import annotations
 
 import datetime
-import importlib
-import importlib.util
 import json
 import math
-import os
-import platform
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import dmst
 from dmst.errors import BadFileError
+from dmst.provenance import device_name, versions
 from dmst.whole import write_text
 
 Row = dict[str, Any]
@@ -89,34 +84,6 @@ def find(rows: list[Row], **named: Any) -> Row | None:
 def number(value: float | None, digits: int = 4) -> float | None:
     """With so many digits; None for what JSON cannot hold."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
-
-
-def versions() -> dict[str, str | None]:
-    triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None
-    return {
-        "dmst": dmst.__version__,
-        "torch": torch.__version__,
-        "triton": triton,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-    }
-
-
-def commit(asked: str | None = None) -> str:
-    """As asked, else DMST_COMMIT, else what git says of this source tree."""
-    given = asked or os.environ.get("DMST_COMMIT")
-    root = Path(dmst.__file__).resolve().parent.parent
-    if given or not (root / ".git").exists():
-        return given or "unknown"
-    try:
-        said = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=True)
-        return said.stdout.strip() or "unknown"
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def default_path(device: torch.device) -> Path:

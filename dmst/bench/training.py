@@ -5,7 +5,7 @@
     input      the batches alone
 
 The share of the input is 1 - fixed / whole, and input / whole beside it (the second counts also what hides behind other work).
-Several runs share the device from one process: each on a stream of its own, gradients of all begun before any is looked at.
+Several runs share the device from one process (dmst.engine.several).
 """
 
 from __future__ import annotations
@@ -14,30 +14,23 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from dmst import whole
+from dmst import provenance, whole
 from dmst.bench import record
-from dmst.data.loader import Batch, Place, TrainStream
-from dmst.engine import prepare
+from dmst.data.loader import Batch
+from dmst.engine import prepare, several
 from dmst.engine.distributed import Group, joined
 from dmst.engine.recipe import Recipe, read_recipe
-from dmst.engine.work import Work
+from dmst.engine.several import Run
 from dmst.errors import DmstError
 
 WARM = 12  # steps before the clock runs: compilation and recording are among them
-
-
-class Contestant(NamedTuple):
-    work: Work
-    stream: TrainStream
-    where: Any  # its stream on the device
 
 
 def measure(
@@ -54,12 +47,13 @@ def measure(
     """Measure each number of runs, or number and batch; print the table, write the rows."""
     asked, rows = read_recipe(recipe, changes), list[dict[str, Any]]()
     with joined(device) as group:
-        facts = record.facts(group.device, record.commit(commit)) | {"recipe": asked.to_toml(), "units": __doc__}
+        facts = record.facts(group.device, provenance.commit(commit)) | {"recipe": asked.to_toml(), "units": __doc__}
         sets = prepare.open_sets(asked, data_dir=data_dir)
         facts |= {"data": sets.train.name, "variant": sets.train.variant, "images": len(sets.train)}
         for count, *batch in runs:
-            recipe_here = read_recipe(recipe, [*changes, *(f"run.batch_size={size}" for size in batch)])
-            rows.append(_row(recipe_here, sets, group, count, seconds))
+            more = [*changes, *(f"run.batch_size={size}" for size in batch)]
+            recipes = [read_recipe(recipe, [*more, f"run.seed={asked.run.seed + i}"]) for i in range(count)]
+            rows.append(_row(recipes, sets, group, seconds))
             print(json.dumps(rows[-1]), flush=True)
             if out:
                 whole.write_text(Path(out), json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
@@ -75,20 +69,20 @@ def measure(
     return 0
 
 
-def _row(recipe: Recipe, sets: prepare.Sets, group: Group, count: int, seconds: float) -> dict[str, Any]:
-    contestants = [_contestant(recipe, sets, group, seed) for seed in range(count)]
-    streams = [each.stream.batches(0, 10**9) for each in contestants]
-    held = [next(each.stream.batches(0, 1)) for each in contestants]
-    _check(contestants[0], sets, held[0])
-    steps, losses = _steps(contestants, group, seconds, streams)
-    step_ms = _time(lambda n: losses.append(_run(contestants, streams, n)), steps, group)
-    fixed_ms = _time(lambda n: _run(contestants, [itertools.repeat(batch) for batch in held], n), steps, group)
-    input_ms = _time(lambda n: _draw(contestants, streams, n), steps, group)
+def _row(recipes: Sequence[Recipe], sets: prepare.Sets, group: Group, seconds: float) -> dict[str, Any]:
+    runs, size = [several.start(recipe, sets, group) for recipe in recipes], recipes[0].run.batch_size
+    streams = [each.stream.batches(0, 10**9) for each in runs]
+    held = [next(each.stream.batches(0, 1)) for each in runs]
+    _check(runs[0], sets, held[0])
+    steps, losses = _steps(runs, group, seconds, streams)
+    step_ms = _time(lambda n: losses.append(_run(runs, streams, n)), steps, group)
+    fixed_ms = _time(lambda n: _run(runs, [itertools.repeat(batch) for batch in held], n), steps, group)
+    input_ms = _time(lambda n: _draw(runs, streams, n), steps, group)
     return {
-        "runs": count,
-        "batch": recipe.run.batch_size,
+        "runs": len(runs),
+        "batch": size,
         "steps": steps,
-        "images_per_s": round(count * recipe.run.batch_size / step_ms * 1e3, 1),
+        "images_per_s": round(len(runs) * size / step_ms * 1e3, 1),
         "step_ms": round(step_ms, 4),
         "fixed_ms": round(fixed_ms, 4),
         "input_ms": round(input_ms, 4),
@@ -97,35 +91,19 @@ def _row(recipe: Recipe, sets: prepare.Sets, group: Group, count: int, seconds: 
     }
 
 
-def _contestant(recipe: Recipe, sets: prepare.Sets, group: Group, seed: int) -> Contestant:
-    work = Work(prepare.build_model(recipe, len(sets.train.classes)).to(group.device), recipe, group)
-    compiled = recipe.run.compile or work.recorded
-    cuda = group.device.type == "cuda"
-    where = torch.cuda.stream(torch.cuda.Stream(group.device)) if cuda else nullcontext()
-    return Contestant(work, _stream(work, sets, group.device, seed, compiled), where)
-
-
-def _stream(work: Work, sets: prepare.Sets, device: torch.device, seed: int, compiled: bool = False) -> TrainStream:
-    run, path, place = work.recipe.run, work.recipe.data.path, Place(micro_steps=work.recipe.run.accumulate)
-    options: dict[str, Any] = {"batch_size": run.batch_size, "seed": run.seed + seed, "place": place, "compiled": compiled}
-    return TrainStream(sets.train, prepare.view_of(work.model), work.recipe.augment, device=device, path=path, **options)
-
-
-def _check(contestant: Contestant, sets: prepare.Sets, batch: Batch) -> None:
+def _check(run: Run, sets: prepare.Sets, batch: Batch) -> None:
     """The first batch must be what a CPU makes of the same numbers, or nothing is timed."""
-    exact = next(_stream(contestant.work, sets, torch.device("cpu"), 0).batches(0, 1))
+    exact = next(several.stream_of(run.work, sets, torch.device("cpu")).batches(0, 1))
     for name in ("images", "targets", "labels", "weight"):
         mine, theirs = getattr(batch, name).cpu(), getattr(exact, name)
         if not torch.allclose(mine, theirs, atol=1e-5):
             raise DmstError(f"{name} of the first batch are off by {(mine - theirs).abs().max():.1e}: no time is told.")
 
 
-def _steps(
-    contestants: list[Contestant], group: Group, seconds: float, streams: list[Iterator[Batch]]
-) -> tuple[int, list[float]]:
+def _steps(runs: list[Run], group: Group, seconds: float, streams: list[Iterator[Batch]]) -> tuple[int, list[float]]:
     """How many steps take so long; everything is compiled and recorded afterwards."""
-    losses = [_run(contestants, streams, WARM)]
-    took = _time(lambda n: losses.append(_run(contestants, streams, n)), WARM, group) / 1e3
+    losses = [_run(runs, streams, WARM)]
+    took = _time(lambda n: losses.append(_run(runs, streams, n)), WARM, group) / 1e3
     return max(10, int(seconds / took)), losses
 
 
@@ -138,23 +116,15 @@ def _time(call: Callable[[int], object], steps: int, group: Group) -> float:
     return (time.perf_counter() - begun) / steps * 1e3
 
 
-def _run(contestants: list[Contestant], streams: Sequence[Iterator[Batch]], steps: int) -> float:
+def _run(runs: list[Run], streams: Sequence[Iterator[Batch]], steps: int) -> float:
     """So many steps of each; the last loss of the first."""
-    losses = [0.0]
-    for step in range(steps):
-        for each, batches in zip(contestants, streams, strict=True):
-            with each.where:
-                each.work.begin(step, batches, float(each.work.recipe.run.batch_size), 1.0)
-        losses = []
-        for each in contestants:
-            with each.where:
-                losses.append(each.work.finish(step, float(each.work.recipe.run.batch_size), list).loss)
-    return losses[0]
+    losses = [several.step(runs, streams, step, 1.0)[0].loss for step in range(steps)]
+    return losses[-1]
 
 
-def _draw(contestants: list[Contestant], streams: Sequence[Iterator[Batch]], steps: int) -> None:
+def _draw(runs: list[Run], streams: Sequence[Iterator[Batch]], steps: int) -> None:
     for _ in range(steps):
-        for each, batches in zip(contestants, streams, strict=True):
+        for each, batches in zip(runs, streams, strict=True):
             with each.where:
                 next(batches)
 

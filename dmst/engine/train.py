@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 import dmst
-from dmst import whole
+from dmst import provenance, whole
 from dmst.data.loader import EvalStream, Place, TrainStream
 from dmst.engine import journal, prepare
 from dmst.engine.checkpoint import Snapshot
@@ -240,7 +240,7 @@ class _Loop:
             "steps": self.steps,
             "steps_per_epoch": self.stream.steps_per_epoch,
             "recipe": self.recipe.digest,
-            "device": device_in_words(self.group.device),
+            "device": provenance.device_name(self.group.device),
             "processes": self.group.world,
             "versions": versions(),
         }
@@ -509,10 +509,6 @@ def versions() -> dict[str, str]:
         "dmst": dmst.__version__, "torch": str(torch.__version__), "numpy": np.__version__, "Pillow": PIL.__version__,
         "Python": platform.python_version(),
     }  # fmt: skip
-
-
-def device_in_words(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:

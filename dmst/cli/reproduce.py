@@ -1,0 +1,62 @@
+"""`dmst reproduce`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table as Grid
+
+
+def reproduce(
+    table: str = typer.Argument(None, help="A table of `dmst reproduce --list`; with --all, all of them."),
+    every: bool = typer.Option(False, "--all", help="Every table."),
+    listed: bool = typer.Option(False, "--list", help="The tables, and how many of their runs the ledger has."),
+    render: bool = typer.Option(False, "--render", help="Run nothing: write the markdown of what the ledger has."),
+    folder: str = typer.Option("results/ledger", "--ledger", metavar="DIR", help="Where the ledger is."),
+    out: str = typer.Option("results", metavar="DIR", help="Where TABLE.md is written."),
+    data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are."),
+    device: str = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given."),
+    at_once: int = typer.Option(5, min=1, help="Runs that share the device."),
+    part: str = typer.Option("1/1", help="Every N-th cell from the K-th on, as K/N: for several processes on one device."),
+    commit: str = typer.Option(None, help="What to call the source; else DMST_COMMIT, else what git says."),
+) -> None:
+    """Run what a table of experiments lacks, and write it as markdown: each number with its runs, spread and interval.
+
+    dmst reproduce --list
+
+    dmst reproduce gates --data-dir DIR
+
+    dmst reproduce --all --render
+
+    A finished run is a line of the ledger; what is there is not run again.
+    """
+    from dmst.errors import OptionError, choose
+    from dmst.reproduce import ledger
+    from dmst.reproduce.render import markdown, runs_of
+    from dmst.reproduce.run import run_table
+    from dmst.reproduce.tables import TABLES
+    from dmst.whole import write_text
+
+    lines = ledger.read(Path(folder))
+    if listed:
+        grid = Grid("table", "what", "cells", "runs")
+        for name, each in TABLES.items():
+            done = sum(len(runs_of(each, cell, lines)) for cell in each.cells)
+            grid.add_row(name, each.title, str(len(each.cells)), f"{done} of {sum(cell.seeds for cell in each.cells)}")
+        Console().print(grid)
+        return
+    if not (table or every):
+        raise OptionError("say which table: one of `dmst reproduce --list`, or --all.")
+    k, _, n = part.partition("/")
+    if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
+        raise OptionError(f"part is {part!r}: it must be K/N with K from 1 to N, as 1/2.")
+    names = list(TABLES) if every else [choose("table", table, TABLES)]
+    for name in names:
+        if not render:
+            which = int(k) - 1, int(n)
+            where, source = {"data_dir": data_dir, "device": device}, {"commit": commit}
+            run_table(name, Path(folder), **where, **source, at_once=at_once, part=which, say=lambda text: typer.echo(text))
+        lines = ledger.read(Path(folder))
+        typer.echo(f"{write_text(Path(out) / f'{name}.md', markdown(name, lines))}")

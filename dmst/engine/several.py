@@ -1,0 +1,55 @@
+"""Several runs that share a device from one process: each on a stream of its own, all begun before any is looked at.
+
+A small network leaves a large GPU idle most of the time; a few at once fill it. Each run is the one that it would be alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from dmst.data.loader import Batch, Place, TrainStream
+from dmst.engine import prepare
+from dmst.engine.distributed import Group
+from dmst.engine.sections import Recipe
+from dmst.engine.work import Told, Work
+
+
+class Run(NamedTuple):
+    work: Work
+    stream: TrainStream
+    where: Any  # its stream on the device
+
+
+def start(recipe: Recipe, sets: prepare.Sets, group: Group) -> Run:
+    """A run at its first step."""
+    model = prepare.build_model(recipe, len(sets.train.classes), sets.channels).to(group.device)
+    work = Work(model, recipe, group)
+    cuda = group.device.type == "cuda"
+    where = torch.cuda.stream(torch.cuda.Stream(group.device)) if cuda else nullcontext()
+    return Run(work, stream_of(work, sets, group.device, compiled=recipe.run.compile or work.recorded), where)
+
+
+def stream_of(work: Work, sets: prepare.Sets, device: torch.device, *, compiled: bool = False) -> TrainStream:
+    run, data = work.recipe.run, work.recipe.data
+    view = prepare.view_of(work.model, data.crop_pct)
+    place = Place(micro_steps=run.accumulate)
+    return TrainStream(
+        sets.train, view, work.recipe.augment, batch_size=run.batch_size, seed=run.seed, place=place, device=device,
+        path=data.path, bad=sets.bad_train, compiled=compiled,
+    )  # fmt: skip
+
+
+def step(runs: Sequence[Run], batches: Sequence[Iterator[Batch]], number: int, factor: float) -> list[Told]:
+    """Step `number` of each, learning rates at `factor` of their peaks."""
+    for run, its_batches in zip(runs, batches, strict=True):
+        with run.where:
+            run.work.begin(number, its_batches, float(run.work.recipe.run.batch_size), factor)
+    told = []
+    for run in runs:
+        with run.where:
+            told.append(run.work.finish(number, float(run.work.recipe.run.batch_size), list))
+    return told

@@ -1,0 +1,84 @@
+"""The ledger: files of JSON lines, one line a finished run, appended and never changed.
+
+    table, cell, seed       which run it is; a run is found again by `config` and `seed`, so tables share runs
+    config                  hash of the recipe, its seed left out
+    recipe, changes         the recipe that ships and what was changed in it: enough to run it again
+    data                    name, variant, images, fingerprint of pixels and labels of both sets
+    commit, device, versions, date, seconds
+    parameters, metrics     what came out
+
+A line that a kill cut off is the last one: it is left out when read, and the next run takes its place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dmst.engine.sections import Recipe
+from dmst.errors import BadFileError
+
+Line = dict[str, Any]
+KEYS = (
+    "table", "cell", "seed", "config", "recipe", "changes", "data", "commit", "device", "versions", "date", "seconds",
+    "parameters", "metrics",
+)  # fmt: skip
+
+
+def read(folder: Path) -> list[Line]:
+    """Every run of every file, files in the order of their names."""
+    found = []
+    for path in sorted(folder.glob("*.jsonl")):
+        text = path.read_text(encoding="utf-8")
+        lines = text.split("\n")
+        for number, line in enumerate(lines, start=1):
+            if not line:
+                continue
+            try:
+                told = json.loads(line)
+            except ValueError as error:
+                if number == len(lines):  # a kill cut it off
+                    continue
+                raise BadFileError(f"{path}, line {number} is damaged: {error}. Bring it back from the repository.") from error
+            missing = [key for key in KEYS if not isinstance(told, dict) or key not in told]
+            if missing:
+                raise BadFileError(f"{path}, line {number} is no run: it lacks {', '.join(missing)}.")
+            found.append(told)
+    return found
+
+
+def add(path: Path, line: Line) -> None:
+    """Append a run, and have it on the disk before this returns."""
+    missing = [key for key in KEYS if key not in line]
+    if missing:
+        raise BadFileError(f"a run for {path} lacks {', '.join(missing)}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # several processes may share a device
+        file.seek(0)
+        whole = file.read().rfind(b"\n") + 1
+        file.truncate(whole)  # without what a kill cut off
+        file.write((json.dumps(line, allow_nan=False) + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def config_of(recipe: Recipe) -> str:
+    """One hash of everything that decides a run but its seed."""
+    tables = recipe.tables(promise=False)
+    kept = {name: {key: x for key, x in table.items() if (name, key) != ("run", "seed")} for name, table in tables.items()}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def runs_of(lines: Iterable[Line], config: str) -> dict[int, Line]:
+    """By seed, the first run of a config: a second one of the same seed does not count."""
+    found: dict[int, Line] = {}
+    for line in lines:
+        if line["config"] == config:
+            found.setdefault(line["seed"], line)
+    return found

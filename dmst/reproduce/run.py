@@ -1,0 +1,143 @@
+"""Run what a table lacks: the seeds of a cell at once on one device, a line in the ledger for each when it is done.
+
+Before a compiled cell is trained, its first gradients are compared with those of the plain network: compilers err.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from dmst import provenance
+from dmst.analysis import probes
+from dmst.data.loader import EvalStream
+from dmst.engine import prepare, several
+from dmst.engine.distributed import Group, joined
+from dmst.engine.evaluate import evaluate, precision
+from dmst.engine.optim import lr_factor
+from dmst.engine.sections import Recipe
+from dmst.errors import DmstError
+from dmst.reproduce import ledger
+from dmst.reproduce.tables import TABLES, Cell, Table
+
+LOOKED_AT = 256  # test images whose layers are looked at
+APART = 5e-2  # of bfloat16 gradients, compiled and plain; those that a compiler got wrong were off by 9 % and more
+
+
+def missing(table: Table, lines: Sequence[ledger.Line]) -> list[tuple[Cell, list[int]]]:
+    """The cells that lack runs, and the seeds that they lack."""
+    found = []
+    for cell in table.cells:
+        done = ledger.runs_of(lines, ledger.config_of(table.recipe_of(cell, 0)))
+        if lacking := [seed for seed in range(cell.seeds) if seed not in done]:
+            found.append((cell, lacking))
+    return found
+
+
+def run_table(
+    name: str,
+    folder: Path,
+    *,
+    data_dir: str | None,
+    device: str | None,
+    at_once: int,
+    commit: str | None,
+    part: tuple[int, int] = (0, 1),
+    say: Callable[[str], None],
+) -> None:
+    """Every missing run of a table, or of every second cell of it (`part`: which, of how many), into its file of the ledger."""
+    table = TABLES[name]
+    with joined(device) as group:
+        for cell, seeds in missing(table, ledger.read(folder))[part[0] :: part[1]]:
+            for some in (seeds[i : i + at_once] for i in range(0, len(seeds), at_once)):
+                recipes = [table.recipe_of(cell, seed) for seed in some]
+                began = time.monotonic()
+                sets = prepare.open_sets(recipes[0], data_dir=data_dir)
+                results = train_several(recipes, sets, group)
+                seconds = (time.monotonic() - began) / len(some)
+                for seed, recipe, result in zip(some, recipes, results, strict=True):
+                    line = {
+                        "table": name, "cell": cell.name, "seed": seed, "config": ledger.config_of(recipe),
+                        "recipe": table.recipe, "changes": table.changes_of(cell, seed), "data": data_of(sets),
+                        "commit": provenance.commit(commit), "device": provenance.device_name(group.device),
+                        "versions": provenance.versions(), "date": datetime.date.today().isoformat(),
+                        "seconds": round(seconds, 1), **result,
+                    }  # fmt: skip
+                    ledger.add(folder / f"{name}.jsonl", line)
+                    told = result["metrics"]
+                    score, loss = f"{100 * told['top1']:.2f} %", f"loss {told['train_loss']:.4f}"
+                    say(f"{name}: {cell.name}, seed {seed}: {score}, {loss}, {seconds:.1f} s")
+
+
+def data_of(sets: prepare.Sets) -> dict[str, Any]:
+    images = [len(each) for each in (sets.train, sets.eval) if each is not None]
+    return {"name": sets.train.name, "variant": sets.train.variant, "images": images, "fingerprint": sets.fingerprint}
+
+
+def train_several(recipes: Sequence[Recipe], sets: prepare.Sets, group: Group) -> list[dict[str, Any]]:
+    """Recipes that differ in their seed alone, from first step to last; each then evaluated once."""
+    runs = [several.start(recipe, sets, group) for recipe in recipes]
+    recipe, stream = recipes[0], runs[0].stream
+    if recipe.run.compile:
+        check_compiled(runs[0], group)
+    steps = recipe.schedule.epochs * stream.steps_per_epoch
+    peak = recipe.optim.lr * recipe.lr_scale
+    batches = [run.stream.batches(0, steps) for run in runs]
+    losses = [0.0] * len(runs)
+    for number in range(steps):
+        factor = lr_factor(number, steps, stream.steps_per_epoch, recipe.schedule, peak)
+        told = several.step(runs, batches, number, factor)
+        if number >= steps - stream.steps_per_epoch:  # the last epoch
+            losses = [sum_ + each.loss / stream.steps_per_epoch for sum_, each in zip(losses, told, strict=True)]
+    return [judged(run, sets, group, loss) for run, loss in zip(runs, losses, strict=True)]
+
+
+def judged(run: several.Run, sets: prepare.Sets, group: Group, train_loss: float) -> dict[str, Any]:
+    assert sets.eval is not None
+    model, recipe = run.work.model, run.work.recipe
+    size = min(1000, len(sets.eval))
+    stream = EvalStream(sets.eval, prepare.view_of(model, recipe.data.crop_pct), batch_size=size, device=group.device)
+    score = evaluate(model, stream, group, amp=recipe.run.amp)
+    images = next(iter(stream)).images[:LOOKED_AT]
+    metrics = score.told() | {"train_loss": train_loss, "layers": probes.layers(model, images) | zeros(model, images)}
+    return {"parameters": sum(p.numel() for p in model.parameters()), "metrics": metrics}
+
+
+@torch.no_grad()
+def zeros(model: Any, images: torch.Tensor) -> dict[str, list[float]]:
+    """By layer: the share of memberships that are exactly 0, of tokens that belong nowhere, and of gates that are 0."""
+    out: dict[str, list[float]] = {"zero_memberships": [], "idle_tokens": [], "zero_gates": []}
+    with probes.only_looking(model):
+        parts = [layer.parts for layer in model.trace(images).layers]
+    for part in parts:
+        if part.membership is not None:
+            out["zero_memberships"].append(round((part.membership == 0).double().mean().item(), 4))
+            out["idle_tokens"].append(round((part.membership == 0).all(1).double().mean().item(), 4))
+        if part.gate is not None:
+            out["zero_gates"].append(round((part.gate == 0).double().mean().item(), 4))
+    return {name: values for name, values in out.items() if values}
+
+
+def check_compiled(run: several.Run, group: Group) -> None:
+    """Gradients of the first batch, compiled against plain."""
+    work = run.work
+    batch = next(run.stream.batches(0, 1))
+    found = []
+    for net in (work.model, work.net):
+        net.train()
+        with precision(work.recipe.run.amp, group.device):
+            logits = net(batch.images)
+        loss = F.cross_entropy(logits.float(), batch.targets)
+        grads = torch.autograd.grad(loss, work.parameters)
+        found.append(torch.cat([grad.flatten().double() for grad in grads]))
+    apart = ((found[0] - found[1]).norm() / found[0].norm()).item()
+    for now, before in work._statistics:  # which the two passes moved
+        torch._foreach_copy_(now, before)
+    if not apart <= APART:
+        raise DmstError(f"compiled gradients are {apart:.1%} off the plain ones: set run.compile=false for this cell.")

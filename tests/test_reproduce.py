@@ -1,0 +1,122 @@
+"""The ledger and its tables: what was run is found again, gaps are shown, the same ledger gives the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dmst import cli
+from dmst.engine import prepare
+from dmst.engine.distributed import Group
+from dmst.errors import BadFileError
+from dmst.models import VisionModel
+from dmst.reproduce import ledger, render, run
+from dmst.reproduce.tables import TABLES, Cell, Table, operator
+from tests.runs import SMALL, TWELVE
+
+CELLS = tuple(
+    Cell(name.upper(), operator(name), 50.0 if name == "dmsa" else None, seeds=3) for name in ("dmsa", "tssa", "mhsa")
+)
+TINY = Table("Three layers on digits", "digits", CELLS, "TSSA", changes=(*SMALL, *TWELVE, "optim.opt=adamw"))
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TABLES, "tiny", TINY)
+
+
+def line(cell: str, seed: int, top1: float, **more: Any) -> dict[str, Any]:
+    recipe = TINY.recipe_of(next(each for each in TINY.cells if each.name == cell), seed)
+    told: dict[str, Any] = dict.fromkeys(ledger.KEYS, "x") | {"cell": cell, "seed": seed, "config": ledger.config_of(recipe)}
+    told |= {"seconds": 6.0, "parameters": 1234, "commit": "abcdefghij", "versions": {"torch": "2"}}
+    told |= {"data": {"name": "digits", "variant": ""}, "metrics": {"top1": top1, "train_loss": 1.5}}
+    return told | more
+
+
+def test_every_cell_is_a_network_and_no_two_of_a_table_are_the_same() -> None:
+    for name, table in TABLES.items():
+        configs = [ledger.config_of(table.recipe_of(cell, 3)) for cell in table.cells]
+        assert len(set(configs)) == len(configs), name
+        assert table.against in [cell.name for cell in table.cells]
+        for cell in table.cells:
+            VisionModel(table.recipe_of(cell, 0).model_config(num_classes=10), device="meta")
+    shared = {ledger.config_of(TABLES[name].recipe_of(cell, 0)) for name in ("gain", "gates") for cell in TABLES[name].cells}
+    dmsa = ledger.config_of(TABLES["sparsity-cifar10"].recipe_of(TABLES["sparsity-cifar10"].cells[2], 0))
+    assert dmsa in shared and len(shared) == len(TABLES["gain"].cells) + len(TABLES["gates"].cells) - 1
+
+
+def test_a_config_is_a_recipe_without_its_seed() -> None:
+    cell = TINY.cells[0]
+    assert ledger.config_of(TINY.recipe_of(cell, 0)) == ledger.config_of(TINY.recipe_of(cell, 7))
+    assert ledger.config_of(TINY.recipe_of(cell, 0)) != ledger.config_of(TINY.recipe_of(TINY.cells[1], 0))
+
+
+def test_a_ledger_is_appended_to_and_a_cut_line_costs_itself_alone(tmp_path: Path) -> None:
+    file = tmp_path / "ledger/tiny.jsonl"
+    ledger.add(file, line("DMSA", 0, 0.5))
+    file.write_text(file.read_text() + '{"table": "ti')
+    assert [each["seed"] for each in ledger.read(tmp_path / "ledger")] == [0]
+    ledger.add(file, line("DMSA", 1, 0.6))
+    assert [each["seed"] for each in ledger.read(tmp_path / "ledger")] == [0, 1]
+    file.write_text(file.read_text().replace('"seed": 1', '"seed": '))
+    with pytest.raises(BadFileError, match=r"tiny\.jsonl, line 2 is damaged"):
+        ledger.read(tmp_path / "ledger")
+    file.write_text(json.dumps({"table": "x"}) + "\n")
+    with pytest.raises(BadFileError, match="line 1 is no run: it lacks cell, seed"):
+        ledger.read(tmp_path / "ledger")
+    with pytest.raises(BadFileError, match="lacks metrics"):
+        ledger.add(file, {key: 0 for key in ledger.KEYS if key != "metrics"})
+
+
+def test_a_table_shows_means_intervals_and_gaps(tiny: None) -> None:
+    lines = [line("TSSA", seed, top1) for seed, top1 in enumerate((0.80, 0.82, 0.81))]
+    lines += [line("DMSA", seed, top1) for seed, top1 in enumerate((0.83, 0.84, 0.85))]
+    lines += [line("DMSA", 0, 0.99), line("DMSA", 9, 0.99)]  # a second run of a seed, and a seed of no table
+    shown = render.markdown("tiny", lines)
+    assert "| DMSA | 50.00 | 84.00 ± 1.00 | 3 | +3.00 (+0.52 to +5.48, n = 3) | 1.5000 | 1,234 |" in shown
+    assert "| TSSA |  | 81.00 ± 1.00 | 3 |  | 1.5000 | 1,234 |" in shown
+    assert "| MHSA |  | not run | 0 of 3 | | | |" in shown
+    assert "- digits; x, torch 2, commit abcdefg, x." in shown and "6 runs, 0.6 device minutes" in shown
+    assert render.markdown("tiny", lines) == shown
+    assert render.markdown("tiny", [*lines, line("MHSA", 0, 0.7)]) != shown
+
+
+def test_only_what_is_missing_is_run(tiny: None, tmp_path: Path) -> None:
+    said: list[str] = []
+    options: dict[str, Any] = {"data_dir": None, "device": "cpu", "commit": "abc", "say": said.append}
+    ledger.add(tmp_path / "other.jsonl", line("TSSA", 1, 0.5))
+    run.run_table("tiny", tmp_path, **options, at_once=2, part=(0, 2))  # DMSA and MHSA
+    assert len(said) == 6
+    run.run_table("tiny", tmp_path, **options, at_once=3)
+    assert len(said) == 8 and said[-1].startswith("tiny: TSSA, seed 2: ")
+    run.run_table("tiny", tmp_path, **options, at_once=3)
+    assert len(said) == 8
+    found = {(each["cell"], each["seed"]): each for each in ledger.read(tmp_path)}
+    alone = run.train_several([TINY.recipe_of(TINY.cells[0], 2)], *sets_and_group())[0]
+    assert found["DMSA", 2]["metrics"] == alone["metrics"]  # whether alone or beside others
+    assert found["DMSA", 2]["changes"][-1] == "run.seed=2" and found["DMSA", 2]["data"]["images"] == [96, 359]
+    layers = found["DMSA", 0]["metrics"]["layers"]
+    assert len(layers["zero_gates"]) == 1 and layers["zero_memberships"] == [0.0]
+    assert "zero_gates" not in found["MHSA", 0]["metrics"]["layers"]
+
+
+def sets_and_group() -> tuple[Any, Any]:
+    return prepare.open_sets(TINY.recipe_of(TINY.cells[0], 0), data_dir=None), Group(torch.device("cpu"))
+
+
+def test_the_command(tiny: None, tmp_path: Path) -> None:
+    ledger.add(tmp_path / "ledger/tiny.jsonl", line("DMSA", 0, 0.5))
+    places = ["--ledger", str(tmp_path / "ledger"), "--out", str(tmp_path / "out")]
+    asked = CliRunner().invoke(cli.app, ["reproduce", "--list", *places])
+    assert "1 of 9" in asked.output and "gates" in asked.output
+    done = CliRunner().invoke(cli.app, ["reproduce", "--all", "--render", *places])
+    assert done.exit_code == 0 and "not run" in (tmp_path / "out/gates.md").read_text()
+    assert (tmp_path / "out/tiny.md").read_text() == render.markdown("tiny", ledger.read(tmp_path / "ledger"))
+    for words, message in ((["gate"], "gates"), ([], "say which table"), (["gates", "--part", "3/2"], "part is '3/2'")):
+        failed = CliRunner().invoke(cli.app, ["reproduce", *words, *places])
+        assert failed.exit_code != 0 and message in str(failed.exception)
