@@ -50,7 +50,7 @@ def shorten(file: Path) -> None:
 
 def markdown(folder: Path, by_row: bool = True) -> str:
     """A table of rows, or of areas alone, and below it of what it is."""
-    out = ["| area | tried | cases | failures | core-seconds | worst error |", "|---|---|---|---|---|---|"]
+    out = ["| area | tried | cases | failures | seconds, summed | worst error |", "|---|---|---|---|---|---|"]
     facts: dict[str, list[str]] = {}
     for area in AREAS:
         head, *cases = read(folder / f"{area}.jsonl") or [{}]
