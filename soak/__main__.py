@@ -169,6 +169,7 @@ def run(area: str, out: Path, most: int, commit: str) -> bool:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - 6000))
             print(log.read().decode(errors="replace"))
+    table.shorten(file)
     if source(area) != head["source"]:  # processes that began later had other source than those before
         print(f"{area}: the source was changed while it ran: what it found belongs to no version. Run it again.")
         return False
@@ -189,8 +190,8 @@ def main() -> int:
     well = [run(area, ask.out, ask.most, provenance.commit(ask.commit)) for area in ask.areas or AREAS]
     print(table.markdown(ask.out))
     if ask.out == ROOT / "results/soak" and not ask.most:
-        table.into(ROOT / "README.md", ask.out, whole=False)
-        table.into(ROOT / "docs/reliability.md", ask.out, whole=True)
+        table.into(ROOT / "README.md", ask.out, by_row=False)
+        table.into(ROOT / "docs/reliability.md", ask.out, by_row=True)
     return 0 if all(well) else 1
 
 

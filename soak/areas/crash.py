@@ -281,7 +281,7 @@ def at_event(events: list[str], i: int, folder: Path) -> dict[str, Any]:
 
 
 def every_event(events: list[str]) -> Iterator[Case]:
-    row = "killed at every write, rename, removal, line and step of a run"
+    row = "killed at every rename, removal, line and step of a run, and at the first, a middle and the last write of each file"
     for i in thinned(events):
         name = re.sub(r"(os.remove .*)/.*", r"\1", events[i])  # the order in which a folder is emptied is the disk's
         yield Case(row, f"{i:04d} {name}", functools.partial(at_event, events, i))
