@@ -123,7 +123,7 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownNameEr
     near = difflib.get_close_matches(asked, lower, n=1, cutoff=0.0)
     alike = near and difflib.SequenceMatcher(None, asked, near[0]).ratio() >= 0.5
     hint = f" Did you mean {lower[near[0]]!r}?" if alike else f" The nearest is {lower[near[0]]!r}." if near else ""
-    return UnknownNameError(f"unknown {what} {shown(name)}.{hint} Known: {', '.join(names) or 'none'}.")
+    return UnknownNameError(f"unknown {what} {shown(name, TEXT)}.{hint} Known: {', '.join(names) or 'none'}.")
 
 
 def choose(what: str, name: Any, known: Iterable[Any]) -> Any:
@@ -148,13 +148,13 @@ def flag(what: str, value: Any) -> bool:
     return value
 
 
-def shown(value: object) -> str:
+def shown(value: object, most: int = 80) -> str:
     """`value` for a message: never a screenful."""
     try:
         text = repr(value[:TEXT] if isinstance(value, str) else value)
     except ValueError:  # of a whole number with more digits than Python writes
         text = f"a value that is too long to write, of type {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:60]}..."
+    return text if len(text) <= most else f"{text[: most - 20]}..."
 
 
 def refuse_unknown_options(owner: type, unknown: Mapping[str, object]) -> None:

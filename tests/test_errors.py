@@ -50,3 +50,9 @@ def test_a_missing_or_broken_library_names_its_extra(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(errors.MissingExtraError, match=r"RuntimeError: operator torchvision::nms"):
         errors.need("broken_vision", "timm")
+
+
+def test_a_path_that_is_no_name_is_told_in_full() -> None:
+    path = "/a/folder/that/is/quite/deep" * 8
+    assert repr(path) in str(errors.unknown_name("dataset", path, ["digits"]))
+    assert len(str(errors.unknown_name("dataset", "x" * 10**6, ["digits"]))) < 1000
