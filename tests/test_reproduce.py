@@ -120,3 +120,12 @@ def test_the_command(tiny: None, tmp_path: Path) -> None:
     for words, message in ((["gate"], "gates"), ([], "say which table"), (["gates", "--part", "3/2"], "part is '3/2'")):
         failed = CliRunner().invoke(cli.app, ["reproduce", *words, *places])
         assert failed.exit_code != 0 and message in str(failed.exception)
+
+
+def test_the_committed_tables_are_those_of_the_committed_ledger() -> None:
+    results = Path(__file__).parents[1] / "results"
+    lines = ledger.read(results / "ledger")
+    for name in TABLES:
+        assert (results / f"{name}.md").read_text() == render.markdown(name, lines), name
+    known = {ledger.config_of(table.recipe_of(cell, 0)) for table in TABLES.values() for cell in table.cells}
+    assert {line["config"] for line in lines} <= known  # a changed recipe must not orphan what was run
