@@ -92,6 +92,8 @@ def test_only_what_is_missing_is_run(tiny: None, tmp_path: Path) -> None:
     ledger.add(tmp_path / "other.jsonl", line("TSSA", 1, 0.5))
     run.run_table("tiny", tmp_path, **options, at_once=2, part=(0, 2))  # DMSA and MHSA
     assert len(said) == 6
+    left = run.missing(TINY, ledger.read(tmp_path), (1, 2))  # though the first part is done by now
+    assert [(cell.name, seeds) for cell, seeds in left] == [("TSSA", [0, 2])]
     run.run_table("tiny", tmp_path, **options, at_once=3)
     assert len(said) == 8 and said[-1].startswith("tiny: TSSA, seed 2: ")
     run.run_table("tiny", tmp_path, **options, at_once=3)

@@ -30,10 +30,10 @@ LOOKED_AT = 256  # test images whose layers are looked at
 APART = 5e-2  # of bfloat16 gradients, compiled and plain; those that a compiler got wrong were off by 9 % and more
 
 
-def missing(table: Table, lines: Sequence[ledger.Line]) -> list[tuple[Cell, list[int]]]:
-    """The cells that lack runs, and the seeds that they lack."""
+def missing(table: Table, lines: Sequence[ledger.Line], part: tuple[int, int] = (0, 1)) -> list[tuple[Cell, list[int]]]:
+    """The cells of a part that lack runs, and the seeds that they lack. Parts are of all cells: they stay what they are."""
     found = []
-    for cell in table.cells:
+    for cell in table.cells[part[0] :: part[1]]:
         done = ledger.runs_of(lines, ledger.config_of(table.recipe_of(cell, 0)))
         if lacking := [seed for seed in range(cell.seeds) if seed not in done]:
             found.append((cell, lacking))
@@ -54,7 +54,7 @@ def run_table(
     """Every missing run of a table, or of every second cell of it (`part`: which, of how many), into its file of the ledger."""
     table = TABLES[name]
     with joined(device) as group:
-        for cell, seeds in missing(table, ledger.read(folder))[part[0] :: part[1]]:
+        for cell, seeds in missing(table, ledger.read(folder), part):
             for some in (seeds[i : i + at_once] for i in range(0, len(seeds), at_once)):
                 recipes = [table.recipe_of(cell, seed) for seed in some]
                 began = time.monotonic()
