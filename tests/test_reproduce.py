@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from dmst import cli
 from dmst.engine import prepare
 from dmst.engine.distributed import Group
-from dmst.errors import BadFileError
+from dmst.errors import BadFileError, DmstError
 from dmst.models import VisionModel
 from dmst.reproduce import ledger, render, run
 from dmst.reproduce.tables import TABLES, Cell, Table, operator
@@ -90,14 +90,15 @@ def test_only_what_is_missing_is_run(tiny: None, tmp_path: Path) -> None:
     said: list[str] = []
     options: dict[str, Any] = {"data_dir": None, "device": "cpu", "commit": "abc", "say": said.append}
     ledger.add(tmp_path / "other.jsonl", line("TSSA", 1, 0.5))
-    run.run_table("tiny", tmp_path, **options, at_once=2, part=(0, 2))  # DMSA and MHSA
-    assert len(said) == 6
-    left = run.missing(TINY, ledger.read(tmp_path), (1, 2))  # though the first part is done by now
-    assert [(cell.name, seeds) for cell, seeds in left] == [("TSSA", [0, 2])]
+    with ledger.claimed(tmp_path, ledger.config_of(TINY.recipe_of(TINY.cells[1], 0))) as mine:
+        assert mine
+        run.run_table("tiny", tmp_path, **options, at_once=2)  # DMSA and MHSA: somebody is at TSSA
+    assert len(said) == 6 and not any("TSSA" in each for each in said)
+    assert [(cell.name, seeds) for cell, seeds in run.missing(TINY, ledger.read(tmp_path))] == [("TSSA", [0, 2])]
     run.run_table("tiny", tmp_path, **options, at_once=3)
     assert len(said) == 8 and said[-1].startswith("tiny: TSSA, seed 2: ")
     run.run_table("tiny", tmp_path, **options, at_once=3)
-    assert len(said) == 8
+    assert len(said) == 8 and not list(tmp_path.glob(".*.lock"))
     found = {(each["cell"], each["seed"]): each for each in ledger.read(tmp_path)}
     alone = run.train_several([TINY.recipe_of(TINY.cells[0], 2)], *sets_and_group())[0]
     assert found["DMSA", 2]["metrics"] == alone["metrics"]  # whether alone or beside others
@@ -105,6 +106,21 @@ def test_only_what_is_missing_is_run(tiny: None, tmp_path: Path) -> None:
     layers = found["DMSA", 0]["metrics"]["layers"]
     assert len(layers["zero_gates"]) == 1 and layers["zero_memberships"] == [0.0]
     assert "zero_gates" not in found["MHSA", 0]["metrics"]["layers"]
+
+
+def test_a_cell_that_fails_costs_the_others_nothing(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = run.train_several
+
+    def some_fail(recipes: Any, *rest: Any) -> Any:
+        if recipes[0].model.options["operator"] == "dmsa":
+            raise DmstError("no")
+        return train(recipes, *rest)
+
+    monkeypatch.setattr(run, "train_several", some_fail)
+    said: list[str] = []
+    with pytest.raises(DmstError, match="1 of 3 cells of tiny failed: DMSA: no"):
+        run.run_table("tiny", tmp_path, data_dir=None, device="cpu", commit="abc", at_once=3, say=said.append)
+    assert {each["cell"] for each in ledger.read(tmp_path)} == {"TSSA", "MHSA"} and "tiny: DMSA: no" in said
 
 
 def sets_and_group() -> tuple[Any, Any]:
@@ -119,7 +135,7 @@ def test_the_command(tiny: None, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["reproduce", "--all", "--render", *places])
     assert done.exit_code == 0 and "not run" in (tmp_path / "out/gates.md").read_text()
     assert (tmp_path / "out/tiny.md").read_text() == render.markdown("tiny", ledger.read(tmp_path / "ledger"))
-    for words, message in ((["gate"], "gates"), ([], "say which table"), (["gates", "--part", "3/2"], "part is '3/2'")):
+    for words, message in ((["gate"], "gates"), ([], "say which table")):
         failed = CliRunner().invoke(cli.app, ["reproduce", *words, *places])
         assert failed.exit_code != 0 and message in str(failed.exception)
 

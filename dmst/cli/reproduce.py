@@ -19,7 +19,6 @@ def reproduce(
     data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are."),
     device: str = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given."),
     at_once: int = typer.Option(5, min=1, help="Runs that share the device."),
-    part: str = typer.Option("1/1", help="Every N-th cell from the K-th on, as K/N: for several processes on one device."),
     commit: str = typer.Option(None, help="What to call the source; else DMST_COMMIT, else what git says."),
 ) -> None:
     """Run what a table of experiments lacks, and write it as markdown: each number with its runs, spread and interval.
@@ -30,7 +29,8 @@ def reproduce(
 
     dmst reproduce --all --render
 
-    A finished run is a line of the ledger; what is there is not run again.
+    A finished run is a line of the ledger; what is there is not run again. Several of these at once share the work: while one
+    compiles, another keeps the device busy.
     """
     from dmst.errors import OptionError, choose
     from dmst.reproduce import ledger
@@ -49,14 +49,10 @@ def reproduce(
         return
     if not (table or every):
         raise OptionError("say which table: one of `dmst reproduce --list`, or --all.")
-    k, _, n = part.partition("/")
-    if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
-        raise OptionError(f"part is {part!r}: it must be K/N with K from 1 to N, as 1/2.")
     names = list(TABLES) if every else [choose("table", table, TABLES)]
     for name in names:
         if not render:
-            which = int(k) - 1, int(n)
             where, source = {"data_dir": data_dir, "device": device}, {"commit": commit}
-            run_table(name, Path(folder), **where, **source, at_once=at_once, part=which, say=lambda text: typer.echo(text))
+            run_table(name, Path(folder), **where, **source, at_once=at_once, say=lambda text: typer.echo(text))
         lines = ledger.read(Path(folder))
         typer.echo(f"{write_text(Path(out) / f'{name}.md', markdown(name, lines))}")

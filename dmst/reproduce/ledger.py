@@ -16,7 +16,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,23 @@ def add(path: Path, line: Line) -> None:
         file.write((json.dumps(line, allow_nan=False) + "\n").encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def claimed(folder: Path, config: str) -> Iterator[bool]:
+    """Whether this process alone is at the runs of a config, as long as the block lasts; the kernel frees it after a kill."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".{config}.lock"
+    with path.open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            path.unlink(missing_ok=True)  # whoever opened it meanwhile finds the runs in the ledger
 
 
 def config_of(recipe: Recipe) -> str:

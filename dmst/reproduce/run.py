@@ -30,10 +30,10 @@ LOOKED_AT = 256  # test images whose layers are looked at
 APART = 5e-2  # of bfloat16 gradients, compiled and plain; those that a compiler got wrong were off by 9 % and more
 
 
-def missing(table: Table, lines: Sequence[ledger.Line], part: tuple[int, int] = (0, 1)) -> list[tuple[Cell, list[int]]]:
-    """The cells of a part that lack runs, and the seeds that they lack. Parts are of all cells: they stay what they are."""
+def missing(table: Table, lines: Sequence[ledger.Line]) -> list[tuple[Cell, list[int]]]:
+    """The cells that lack runs, and the seeds that they lack."""
     found = []
-    for cell in table.cells[part[0] :: part[1]]:
+    for cell in table.cells:
         done = ledger.runs_of(lines, ledger.config_of(table.recipe_of(cell, 0)))
         if lacking := [seed for seed in range(cell.seeds) if seed not in done]:
             found.append((cell, lacking))
@@ -48,31 +48,52 @@ def run_table(
     device: str | None,
     at_once: int,
     commit: str | None,
-    part: tuple[int, int] = (0, 1),
     say: Callable[[str], None],
 ) -> None:
-    """Every missing run of a table, or of every second cell of it (`part`: which, of how many), into its file of the ledger."""
+    """Every missing run of a table into its file of the ledger, but for cells that another process is at.
+
+    A cell that fails is told of when the others are done: it costs them nothing.
+    """
     table = TABLES[name]
+    failed = []
     with joined(device) as group:
-        for cell, seeds in missing(table, ledger.read(folder), part):
-            for some in (seeds[i : i + at_once] for i in range(0, len(seeds), at_once)):
-                recipes = [table.recipe_of(cell, seed) for seed in some]
-                began = time.monotonic()
-                sets = prepare.open_sets(recipes[0], data_dir=data_dir)
-                results = train_several(recipes, sets, group)
-                seconds = (time.monotonic() - began) / len(some)
-                for seed, recipe, result in zip(some, recipes, results, strict=True):
-                    line = {
-                        "table": name, "cell": cell.name, "seed": seed, "config": ledger.config_of(recipe),
-                        "recipe": table.recipe, "changes": table.changes_of(cell, seed), "data": data_of(sets),
-                        "commit": provenance.commit(commit), "device": provenance.device_name(group.device),
-                        "versions": provenance.versions(), "date": datetime.date.today().isoformat(),
-                        "seconds": round(seconds, 1), **result,
-                    }  # fmt: skip
-                    ledger.add(folder / f"{name}.jsonl", line)
-                    told = result["metrics"]
-                    score, loss = f"{100 * told['top1']:.2f} %", f"loss {told['train_loss']:.4f}"
-                    say(f"{name}: {cell.name}, seed {seed}: {score}, {loss}, {seconds:.1f} s")
+        for cell in table.cells:
+            config = ledger.config_of(table.recipe_of(cell, 0))
+            with ledger.claimed(folder, config) as mine:
+                seeds = dict(missing(table, ledger.read(folder))).get(cell, []) if mine else []
+                try:
+                    for some in (seeds[i : i + at_once] for i in range(0, len(seeds), at_once)):
+                        _run(name, cell, some, folder, data_dir, group, provenance.commit(commit), say)
+                except DmstError as error:
+                    failed.append(f"{cell.name}: {error}")
+                    say(f"{name}: {failed[-1]}")
+    if failed:
+        raise DmstError(f"{len(failed)} of {len(table.cells)} cells of {name} failed: " + " | ".join(failed))
+
+
+def _run(
+    name: str, cell: Cell, seeds: Sequence[int], folder: Path, data_dir: str | None, group: Group, commit: str,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Some seeds of a cell at once, and their lines."""
+    table = TABLES[name]
+    recipes = [table.recipe_of(cell, seed) for seed in seeds]
+    began = time.monotonic()
+    sets = prepare.open_sets(recipes[0], data_dir=data_dir)
+    results = train_several(recipes, sets, group)
+    seconds = (time.monotonic() - began) / len(seeds)
+    for seed, recipe, result in zip(seeds, recipes, results, strict=True):
+        line = {
+            "table": name, "cell": cell.name, "seed": seed, "config": ledger.config_of(recipe),
+            "recipe": table.recipe, "changes": table.changes_of(cell, seed), "data": data_of(sets),
+            "commit": commit, "device": provenance.device_name(group.device),
+            "versions": provenance.versions(), "date": datetime.date.today().isoformat(),
+            "seconds": round(seconds, 1), **result,
+        }  # fmt: skip
+        ledger.add(folder / f"{name}.jsonl", line)
+        told = result["metrics"]
+        score, loss = f"{100 * told['top1']:.2f} %", f"loss {told['train_loss']:.4f}"
+        say(f"{name}: {cell.name}, seed {seed}: {score}, {loss}, {seconds:.1f} s")
 
 
 def data_of(sets: prepare.Sets) -> dict[str, Any]:
