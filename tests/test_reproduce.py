@@ -13,16 +13,28 @@ from typer.testing import CliRunner
 from dmst import cli
 from dmst.engine import prepare
 from dmst.engine.distributed import Group
-from dmst.errors import BadFileError, DmstError
-from dmst.models import VisionModel
-from dmst.reproduce import ledger, render, run
+from dmst.engine.recipe import read_recipe
+from dmst.errors import BadFileError, DmstError, OptionError
+from dmst.models import VisionModel, load_model
+from dmst.reproduce import figure, ledger, pack, render, run
 from dmst.reproduce.tables import TABLES, Cell, Table, operator
+from dmst.whole import sealed
 from tests.runs import SMALL, TWELVE
 
-CELLS = tuple(
-    Cell(name.upper(), operator(name), 50.0 if name == "dmsa" else None, seeds=3) for name in ("dmsa", "tssa", "mhsa")
+CELLS = (
+    Cell("DMSA", operator("dmsa"), 50.0, seeds=3),
+    Cell("TSSA", operator("tssa"), seeds=3, published=60.0),
+    Cell("MHSA", operator("mhsa"), seeds=3),
 )
-TINY = Table("Three layers on digits", "digits", CELLS, "TSSA", changes=(*SMALL, *TWELVE, "optim.opt=adamw"))
+TINY = Table(
+    "Three layers on digits",
+    "digits",
+    CELLS,
+    "TSSA",
+    changes=(*SMALL, *TWELVE, "optim.opt=adamw"),
+    layers=("zero_gates", "never"),
+    marks=("DMSA", "TSSA"),
+)
 
 
 @pytest.fixture
@@ -42,7 +54,7 @@ def test_every_cell_is_a_network_and_no_two_of_a_table_are_the_same() -> None:
     for name, table in TABLES.items():
         configs = [ledger.config_of(table.recipe_of(cell, 3)) for cell in table.cells]
         assert len(set(configs)) == len(configs), name
-        assert table.against in [cell.name for cell in table.cells]
+        assert {cell.against or table.against for cell in table.cells} <= {cell.name for cell in table.cells}
         for cell in table.cells:
             VisionModel(table.recipe_of(cell, 0).model_config(num_classes=10), device="meta")
     shared = {ledger.config_of(TABLES[name].recipe_of(cell, 0)) for name in ("gain", "gates") for cell in TABLES[name].cells}
@@ -78,12 +90,113 @@ def test_a_table_shows_means_intervals_and_gaps(tiny: None) -> None:
     lines += [line("DMSA", seed, top1) for seed, top1 in enumerate((0.83, 0.84, 0.85))]
     lines += [line("DMSA", 0, 0.99), line("DMSA", 9, 0.99)]  # a second run of a seed, and a seed of no table
     shown = render.markdown("tiny", lines)
-    assert "| DMSA | 50.00 | 84.00 ± 1.00 | 3 | +3.00 (+0.52 to +5.48, n = 3) | 1.5000 | 1,234 |" in shown
-    assert "| TSSA |  | 81.00 ± 1.00 | 3 |  | 1.5000 | 1,234 |" in shown
-    assert "| MHSA |  | not run | 0 of 3 | | | |" in shown
-    assert "- digits; x, torch 2, commit abcdefg, x." in shown and "6 runs, 0.6 device minutes" in shown
+    assert "| DMSA | 50.00 | - | 84.00 ± 1.00 | 3 | +3.00 (+0.52 to +5.48, n = 3) | 1.5000 | 1,234 |" in shown
+    assert "| TSSA | - | 60.00 | 81.00 ± 1.00 | 3 |  | 1.5000 | 1,234 |" in shown
+    assert "| MHSA | - | - | not run | 0 of 3 | | | |" in shown
+    assert "- digits; x, torch 2, commit abcdefg, x." in shown and "6 runs, 0.6 minutes of wall time" in shown
     assert render.markdown("tiny", lines) == shown
     assert render.markdown("tiny", [*lines, line("MHSA", 0, 0.7)]) != shown
+
+
+def test_a_table_shows_what_the_layers_did(tiny: None) -> None:
+    def layered(seed: int, gates: list[float], never: list[list[int]]) -> dict[str, Any]:
+        layers = {"images": 256, "zero_gates": gates, "never": never}
+        return line("DMSA", seed, 0.5, metrics={"top1": 0.5, "train_loss": 1.0, "layers": layers})
+
+    shown = render.markdown(
+        "tiny", [layered(0, [0.25, 0.5], [[3], []]), layered(1, [0.75, 0.5], [[], []]), line("TSSA", 0, 0.5)]
+    )
+    assert "## Gates that are exactly 0, %, by layer\n\n| | 1 | 2 |\n|---|---|---|\n| DMSA | 50.0 | 50.0 |\n\n## Heads" in shown
+    assert "| DMSA | 0.5 | 0.0 |" in shown and "the first 256 test images" in shown
+
+
+def test_the_picture_shows_every_run(tiny: None) -> None:
+    lines = [line("TSSA", 0, 0.80), line("TSSA", 1, 0.84), line("DMSA", 0, 0.9)]
+    drawn = figure.svg("tiny", lines)
+    assert drawn.count("<circle") == 3 and drawn.count('class="mean"') == 2 and drawn.index(">DMSA<") < drawn.rindex(">TSSA<")
+    assert "MHSA" not in drawn and figure.svg("tiny", lines[:2]) != drawn
+    assert "<circle" not in figure.svg("tiny", [])
+
+
+def test_a_pack_carries_ledger_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack, "MOST", 700)
+    here, weights, there = tmp_path / "ledger", tmp_path / "weights", tmp_path / "there"
+    for seed in range(3):
+        ledger.add(here / "tiny.jsonl", line("DMSA", seed, 0.5))
+    for name in ("0123456789abcdef-0", "0123456789abcdef-1"):
+        (weights / name).mkdir(parents=True)
+        (weights / name / "config.json").write_text(name)
+        (weights / name / "model.safetensors").write_bytes(bytes(range(256)) * 5)
+    parts = pack.pack(here, weights, tmp_path / "pack")
+    sizes = [path.stat().st_size for path in sorted(parts.glob("part-*"))]
+    assert len(sizes) > 4 and max(sizes) <= 700
+    ledger.add(there / "ledger/tiny.jsonl", line("DMSA", 1, 0.9))  # a run that is here already stays what it is
+    assert pack.unpack(parts, there / "ledger", there / "weights") == (2, 2)
+    assert [(each["seed"], each["metrics"]["top1"]) for each in ledger.read(there / "ledger")] == [(1, 0.9), (0, 0.5), (2, 0.5)]
+    for path in weights.glob("*/*"):
+        assert (there / "weights" / path.relative_to(weights)).read_bytes() == path.read_bytes()
+    assert pack.unpack(parts, there / "ledger", there / "weights") == (0, 0)
+    with pytest.raises(OptionError, match="weights of 2 runs: say where they go"):
+        pack.unpack(parts, tmp_path / "new", None)
+    with pytest.raises(OptionError, match="exists"):
+        pack.pack(here, None, parts)
+    (weights / "notes").mkdir()
+    (weights / "notes/x").write_text("x")
+    with pytest.raises(OptionError, match="neither a ledger nor weights"):
+        pack.pack(here, weights, tmp_path / "second")
+    with pytest.raises(OptionError, match="nothing to pack"):
+        pack.pack(tmp_path / "empty", None, tmp_path / "second")
+    assert not (tmp_path / "new").exists() and not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("harm", ["missing", "flipped", "cut", "index", "name", "short"])
+def test_a_damaged_pack_writes_nothing(tmp_path: Path, harm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack, "MOST", 700)
+    ledger.add(tmp_path / "ledger/tiny.jsonl", line("DMSA", 0, 0.5))
+    parts = pack.pack(tmp_path / "ledger", None, tmp_path / "pack")
+    first, index = parts / "part-001", parts / "index.json"
+    told = {key: value for key, value in json.loads(index.read_text()).items() if key != "self_sha256"}
+    if harm == "missing":
+        first.unlink()
+    elif harm == "flipped":
+        raw = bytearray(first.read_bytes())
+        raw[-3] ^= 4
+        first.write_bytes(raw)
+    elif harm == "cut":
+        first.write_bytes(first.read_bytes()[:-1])
+    elif harm == "index":
+        index.write_text(index.read_text().replace("tiny", "tinx"))
+    elif harm == "name":
+        told["files"][0]["name"] = "ledger/../x.jsonl"
+        index.write_bytes(sealed(told))
+    else:
+        told["files"][0]["size"] -= 1
+        index.write_bytes(sealed(told))
+    words = {"missing": "is missing", "flipped": "part-001 is damaged", "cut": "part-001 is damaged", "index": "self_sha256",
+             "name": "names what no pack holds", "short": "does not fit"}[harm]  # fmt: skip
+    with pytest.raises(BadFileError, match=words):
+        pack.unpack(parts, tmp_path / "there", None)
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_cell_is_compiled_once_for_all_its_seeds(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the backend that compiles nothing: the check before training, five seeds, and the one after other cells."""
+    seen: list[int] = []
+    plain = torch.compile
+
+    def counted(graph: Any, _: Any) -> Any:
+        seen.append(1)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda net, **options: plain(net, **(options | {"backend": counted})))
+    monkeypatch.setattr(prepare.Sets, "channels", 3)  # of one channel all layouts are the same
+    sets, group = sets_and_group()
+    for cell in (TINY.cells[0], TINY.cells[1]):
+        changes = [*TINY.changes, *cell.changes, "run.compile=true", "run.channels_last=true"]
+        recipes = [read_recipe("digits", [*changes, f"run.seed={seed}"]) for seed in range(3)]
+        seen.clear()
+        run.train_several(recipes, sets, group)
+        assert len(seen) == 2, cell  # the network, and the making of batches
 
 
 def test_only_what_is_missing_is_run(tiny: None, tmp_path: Path) -> None:
@@ -95,7 +208,9 @@ def test_only_what_is_missing_is_run(tiny: None, tmp_path: Path) -> None:
         run.run_table("tiny", tmp_path, **options, at_once=2)  # DMSA and MHSA: somebody is at TSSA
     assert len(said) == 6 and not any("TSSA" in each for each in said)
     assert [(cell.name, seeds) for cell, seeds in run.missing(TINY, ledger.read(tmp_path))] == [("TSSA", [0, 2])]
-    run.run_table("tiny", tmp_path, **options, at_once=3)
+    run.run_table("tiny", tmp_path, **options, at_once=3, weights=tmp_path / "weights")
+    saved = sorted((tmp_path / "weights").iterdir())
+    assert [load_model(each).config.operator for each in saved] == ["tssa"] * 2 and saved[1].name.endswith("-2")
     assert len(said) == 8 and said[-1].startswith("tiny: TSSA, seed 2: ")
     run.run_table("tiny", tmp_path, **options, at_once=3)
     assert len(said) == 8 and not list(tmp_path.glob(".*.lock"))
@@ -143,7 +258,9 @@ def test_the_command(tiny: None, tmp_path: Path) -> None:
 def test_the_committed_tables_are_those_of_the_committed_ledger() -> None:
     results = Path(__file__).parents[1] / "results"
     lines = ledger.read(results / "ledger")
-    for name in TABLES:
+    for name, table in TABLES.items():
         assert (results / f"{name}.md").read_text() == render.markdown(name, lines), name
+        if table.marks:
+            assert (results / f"{name}.svg").read_text() == figure.svg(name, lines), name
     known = {ledger.config_of(table.recipe_of(cell, 0)) for table in TABLES.values() for cell in table.cells}
     assert {line["config"] for line in lines} <= known  # a changed recipe must not orphan what was run

@@ -17,6 +17,9 @@ def reproduce(
     folder: str = typer.Option("results/ledger", "--ledger", metavar="DIR", help="Where the ledger is."),
     out: str = typer.Option("results", metavar="DIR", help="Where TABLE.md is written."),
     data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are."),
+    weights: str = typer.Option(None, metavar="DIR", help="Keep the trained networks here, a folder each."),
+    pack: str = typer.Option(None, metavar="DIR", help="Run nothing: write ledger and weights as parts of at most 15 MiB."),
+    unpack: str = typer.Option(None, metavar="DIR", help="Run nothing: add the runs and weights of a pack to those here."),
     device: str = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given."),
     at_once: int = typer.Option(5, min=1, help="Runs that share the device."),
     commit: str = typer.Option(None, help="What to call the source; else DMST_COMMIT, else what git says."),
@@ -33,12 +36,21 @@ def reproduce(
     compiles, another keeps the device busy.
     """
     from dmst.errors import OptionError, choose
-    from dmst.reproduce import ledger
+    from dmst.reproduce import figure, ledger
+    from dmst.reproduce import pack as packs
     from dmst.reproduce.render import markdown, runs_of
     from dmst.reproduce.run import run_table
     from dmst.reproduce.tables import TABLES
     from dmst.whole import write_text
 
+    kept = Path(weights) if weights else None
+    if pack:
+        typer.echo(f"{packs.pack(Path(folder), kept, Path(pack))}")
+        return
+    if unpack:
+        got = packs.unpack(Path(unpack), Path(folder), kept)
+        typer.echo(f"{got.runs} runs and the weights of {got.weights} were new")
+        return
     lines = ledger.read(Path(folder))
     if listed:
         grid = Grid("table", "what", "cells", "runs")
@@ -53,6 +65,8 @@ def reproduce(
     for name in names:
         if not render:
             where, source = {"data_dir": data_dir, "device": device}, {"commit": commit}
-            run_table(name, Path(folder), **where, **source, at_once=at_once, say=lambda text: typer.echo(text))
+            run_table(name, Path(folder), **where, **source, at_once=at_once, weights=kept, say=lambda text: typer.echo(text))
         lines = ledger.read(Path(folder))
         typer.echo(f"{write_text(Path(out) / f'{name}.md', markdown(name, lines))}")
+        if TABLES[name].marks:
+            typer.echo(f"{write_text(Path(out) / f'{name}.svg', figure.svg(name, lines))}")

@@ -143,19 +143,24 @@ class Work:
 
     def _add(self, batch: Batch) -> None:
         """The gradients of one micro-batch, onto those that are there."""
-        optim, run = self.recipe.optim, self.recipe.run
-        images = batch.images.to(self.parameters[0].dtype)
-        if run.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        with precision(run.amp, self.group.device):
-            logits = self.net(images)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        each = F.cross_entropy(logits, batch.targets.to(logits.dtype), label_smoothing=optim.smoothing, reduction="none")
+        logits = self.logits(self.net, batch.images)
+        smoothing = self.recipe.optim.smoothing
+        each = F.cross_entropy(logits, batch.targets.to(logits.dtype), label_smoothing=smoothing, reduction="none")
         loss = (each * batch.weight).sum()
         (loss * self._factor).backward()
         right = ((logits.detach().argmax(1) == batch.labels) & (batch.weight > 0)).sum()
-        bad = (~torch.isfinite(images)).any()
+        bad = (~torch.isfinite(batch.images)).any()
         self._sums[:3] += torch.stack((loss.detach(), right.to(loss.dtype), bad.to(loss.dtype)))
+
+    def logits(self, net: nn.Module, images: Tensor) -> Tensor:
+        """What a form of the network (plain, compiled, of several processes) says, in the run's layout and precision."""
+        run = self.recipe.run
+        images = images.to(self.parameters[0].dtype)
+        if run.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        with precision(run.amp, self.group.device):
+            logits = net(images)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _begin_sums(self) -> None:
         self._sums.zero_()

@@ -33,23 +33,26 @@ KEYS = (
 
 def read(folder: Path) -> list[Line]:
     """Every run of every file, files in the order of their names."""
+    return [line for path in sorted(folder.glob("*.jsonl")) for line in parse(path.read_text(encoding="utf-8"), str(path))]
+
+
+def parse(text: str, where: str) -> list[Line]:
+    """The runs of one file; `where` is what messages call it."""
     found = []
-    for path in sorted(folder.glob("*.jsonl")):
-        text = path.read_text(encoding="utf-8")
-        lines = text.split("\n")
-        for number, line in enumerate(lines, start=1):
-            if not line:
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            told = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # a kill cut it off
                 continue
-            try:
-                told = json.loads(line)
-            except ValueError as error:
-                if number == len(lines):  # a kill cut it off
-                    continue
-                raise BadFileError(f"{path}, line {number} is damaged: {error}. Bring it back from the repository.") from error
-            missing = [key for key in KEYS if not isinstance(told, dict) or key not in told]
-            if missing:
-                raise BadFileError(f"{path}, line {number} is no run: it lacks {', '.join(missing)}.")
-            found.append(told)
+            raise BadFileError(f"{where}, line {number} is damaged: {error}. Bring it back from the repository.") from error
+        missing = [key for key in KEYS if not isinstance(told, dict) or key not in told]
+        if missing:
+            raise BadFileError(f"{where}, line {number} is no run: it lacks {', '.join(missing)}.")
+        found.append(told)
     return found
 
 

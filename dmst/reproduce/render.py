@@ -7,37 +7,53 @@ import statistics
 from collections.abc import Sequence
 
 from dmst.reproduce import ledger
-from dmst.reproduce.tables import TABLES, Cell, Table
+from dmst.reproduce.tables import LAYERS, TABLES, Cell, Table
 
 # Student's t at 97.5 %, for 1 to 9 degrees of freedom
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def markdown(name: str, lines: Sequence[ledger.Line]) -> str:
-    """A table with its title, its cells, its gaps, and where the runs come from."""
+    """A table with its title, its cells, its gaps, what its layers do, and where the runs come from."""
     table = TABLES[name]
     runs = {cell.name: runs_of(table, cell, lines) for cell in table.cells}
-    against = runs[table.against]
     out = [f"# {table.title}", "", *table.notes, *([""] if table.notes else [])]
-    out += [
-        f"| | paper | top-1, % (mean ± std) | runs | difference to {table.against}, 95 % interval | train loss | parameters |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for cell in table.cells:
-        mine = runs[cell.name]
-        paper = "" if cell.paper is None else f"{cell.paper:.2f}"
-        if not mine:
-            out.append(f"| {cell.name} | {paper} | not run | 0 of {cell.seeds} | | | |")
-            continue
-        scores = [100 * mine[seed]["metrics"]["top1"] for seed in sorted(mine)]
-        losses = [mine[seed]["metrics"]["train_loss"] for seed in sorted(mine)]
-        count = f"{len(mine)}" if len(mine) >= cell.seeds else f"{len(mine)} of {cell.seeds}"
-        parameters = next(iter(mine.values()))["parameters"]
-        gap = "" if cell.name == table.against else difference(mine, against)
-        out.append(
-            f"| {cell.name} | {paper} | {spread(scores)} | {count} | {gap} | {statistics.fmean(losses):.4f} | {parameters:,} |"
-        )
+    what = f"difference to {table.against}, 95 % interval" if table.against else "difference, 95 % interval"
+    out += [f"| | paper | published baseline | ours, top-1 % (mean ± std) | runs | {what} | train loss | parameters |"]
+    out += ["|---|---|---|---|---|---|---|---|"]
+    out += [row(cell, runs[cell.name], runs.get(cell.against or table.against, {})) for cell in table.cells]
+    for layer in table.layers:
+        out += by_layer(layer, {cell.name: list(runs[cell.name].values()) for cell in table.cells})
     return "\n".join([*out, "", *origin([line for each in runs.values() for line in each.values()]), ""])
+
+
+def row(cell: Cell, mine: dict[int, ledger.Line], against: dict[int, ledger.Line]) -> str:
+    told = ["-" if x is None else f"{x:.2f}" for x in (cell.paper, cell.published)]
+    if not mine:
+        return f"| {' | '.join((cell.name, *told))} | not run | 0 of {cell.seeds} | | | |"
+    scores = [100 * mine[seed]["metrics"]["top1"] for seed in sorted(mine)]
+    loss = statistics.fmean(mine[seed]["metrics"]["train_loss"] for seed in sorted(mine))
+    count = f"{len(mine)}" if len(mine) >= cell.seeds else f"{len(mine)} of {cell.seeds}"
+    gap = "" if mine is against else difference(mine, against)
+    parameters = f"{next(iter(mine.values()))['parameters']:,}"
+    return f"| {' | '.join((cell.name, *told, spread(scores), count, gap, f'{loss:.4f}', parameters))} |"
+
+
+def by_layer(name: str, runs: dict[str, list[ledger.Line]]) -> list[str]:
+    """Means over the runs of each cell that has it, one column a layer."""
+    rows = {}
+    for cell, lines in runs.items():
+        found = [line["metrics"].get("layers", {}).get(name) for line in lines]
+        if found and all(found):
+            columns = zip(*([len(x) if isinstance(x, list) else x for x in each] for each in found), strict=True)
+            rows[cell] = [statistics.fmean(column) for column in columns]
+    if not rows:
+        return []
+    depth = max(map(len, rows.values()))
+    scale = 100 if LAYERS[name].endswith("%") else 1
+    out = ["", f"## {LAYERS[name]}, by layer", "", "| | " + " | ".join(str(i + 1) for i in range(depth)) + " |"]
+    out += ["|---" * (depth + 1) + "|"]
+    return out + [f"| {cell} | {' | '.join(f'{scale * x:.1f}' for x in values)} |" for cell, values in rows.items()]
 
 
 def runs_of(table: Table, cell: Cell, lines: Sequence[ledger.Line]) -> dict[int, ledger.Line]:
@@ -67,5 +83,10 @@ def origin(lines: Sequence[ledger.Line]) -> list[str]:
         f"torch {line['versions']['torch']}, commit {line['commit'][:7]}, {line['date']}"
         for line in lines
     )
-    seconds = sum(line["seconds"] for line in lines)
-    return [f"- {way}." for way in ways] + ([f"- {len(lines)} runs, {seconds / 60:.1f} device minutes."] if lines else [])
+    if not lines:
+        return []
+    minutes = sum(line["seconds"] for line in lines) / 60
+    images = next((line["metrics"]["layers"]["images"] for line in lines if "layers" in line["metrics"]), None)
+    looked = [f"- By layer: the first {images} test images, mean over the runs."] if images else []
+    shared = f"- {len(lines)} runs, {minutes:.1f} minutes of wall time summed over processes that shared the device."
+    return [f"- {way}." for way in ways] + looked + [shared]

@@ -19,10 +19,11 @@ from dmst.analysis import probes
 from dmst.data.loader import EvalStream
 from dmst.engine import prepare, several
 from dmst.engine.distributed import Group, joined
-from dmst.engine.evaluate import evaluate, precision
+from dmst.engine.evaluate import evaluate
 from dmst.engine.optim import lr_factor
 from dmst.engine.sections import Recipe
 from dmst.errors import DmstError
+from dmst.models import save_model
 from dmst.reproduce import ledger
 from dmst.reproduce.tables import TABLES, Cell, Table
 
@@ -48,11 +49,13 @@ def run_table(
     device: str | None,
     at_once: int,
     commit: str | None,
+    weights: Path | None = None,
     say: Callable[[str], None],
 ) -> None:
     """Every missing run of a table into its file of the ledger, but for cells that another process is at.
 
-    A cell that fails is told of when the others are done: it costs them nothing.
+    The networks are saved in `weights`, if given, each in a folder named by its config and seed. A cell that fails is told of
+    when the others are done: it costs them nothing.
     """
     table = TABLES[name]
     failed = []
@@ -63,7 +66,7 @@ def run_table(
                 seeds = dict(missing(table, ledger.read(folder))).get(cell, []) if mine else []
                 try:
                     for some in (seeds[i : i + at_once] for i in range(0, len(seeds), at_once)):
-                        _run(name, cell, some, folder, data_dir, group, provenance.commit(commit), say)
+                        _run(name, cell, some, folder, data_dir, group, provenance.commit(commit), weights, say)
                 except DmstError as error:
                     failed.append(f"{cell.name}: {error}")
                     say(f"{name}: {failed[-1]}")
@@ -73,14 +76,14 @@ def run_table(
 
 def _run(
     name: str, cell: Cell, seeds: Sequence[int], folder: Path, data_dir: str | None, group: Group, commit: str,
-    say: Callable[[str], None],
+    weights: Path | None, say: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Some seeds of a cell at once, and their lines."""
     table = TABLES[name]
     recipes = [table.recipe_of(cell, seed) for seed in seeds]
     began = time.monotonic()
     sets = prepare.open_sets(recipes[0], data_dir=data_dir)
-    results = train_several(recipes, sets, group)
+    results = train_several(recipes, sets, group, weights)
     seconds = (time.monotonic() - began) / len(seeds)
     for seed, recipe, result in zip(seeds, recipes, results, strict=True):
         line = {
@@ -101,12 +104,15 @@ def data_of(sets: prepare.Sets) -> dict[str, Any]:
     return {"name": sets.train.name, "variant": sets.train.variant, "images": images, "fingerprint": sets.fingerprint}
 
 
-def train_several(recipes: Sequence[Recipe], sets: prepare.Sets, group: Group) -> list[dict[str, Any]]:
-    """Recipes that differ in their seed alone, from first step to last; each then evaluated once."""
+def train_several(
+    recipes: Sequence[Recipe], sets: prepare.Sets, group: Group, weights: Path | None = None
+) -> list[dict[str, Any]]:
+    """Recipes that differ in their seed alone, from first step to last; each then evaluated once, and saved."""
+    torch.compiler.reset()  # after a few networks of one shape the compiler would give up, and run the next ones plainly
     runs = [several.start(recipe, sets, group) for recipe in recipes]
     recipe, stream = recipes[0], runs[0].stream
     if recipe.run.compile:
-        check_compiled(runs[0], group)
+        check_compiled(runs[0])
     steps = recipe.schedule.epochs * stream.steps_per_epoch
     peak = recipe.optim.lr * recipe.lr_scale
     batches = [run.stream.batches(0, steps) for run in runs]
@@ -116,7 +122,11 @@ def train_several(recipes: Sequence[Recipe], sets: prepare.Sets, group: Group) -
         told = several.step(runs, batches, number, factor)
         if number >= steps - stream.steps_per_epoch:  # the last epoch
             losses = [sum_ + each.loss / stream.steps_per_epoch for sum_, each in zip(losses, told, strict=True)]
-    return [judged(run, sets, group, loss) for run, loss in zip(runs, losses, strict=True)]
+    results = [judged(run, sets, group, loss) for run, loss in zip(runs, losses, strict=True)]
+    for run, each in zip(runs, recipes, strict=True):
+        if weights is not None:
+            save_model(run.work.model, weights / f"{ledger.config_of(each)}-{each.run.seed}", overwrite=True)
+    return results
 
 
 def judged(run: several.Run, sets: prepare.Sets, group: Group, train_loss: float) -> dict[str, Any]:
@@ -145,16 +155,14 @@ def zeros(model: Any, images: torch.Tensor) -> dict[str, list[float]]:
     return {name: values for name, values in out.items() if values}
 
 
-def check_compiled(run: several.Run, group: Group) -> None:
+def check_compiled(run: several.Run) -> None:
     """Gradients of the first batch, compiled against plain."""
     work = run.work
     batch = next(run.stream.batches(0, 1))
     found = []
     for net in (work.model, work.net):
         net.train()
-        with precision(work.recipe.run.amp, group.device):
-            logits = net(batch.images)
-        loss = F.cross_entropy(logits.float(), batch.targets)
+        loss = F.cross_entropy(work.logits(net, batch.images), batch.targets)
         grads = torch.autograd.grad(loss, work.parameters)
         found.append(torch.cat([grad.flatten().double() for grad in grads]))
     apart = ((found[0] - found[1]).norm() / found[0].norm()).item()
