@@ -9,6 +9,7 @@ As a function it holds until the next call; in a `with` it holds inside. One cho
     traced for export, torch.jit, forward-mode derivatives   reference     plain torch: others read the graph
     fused allowed (the table below)                          fused         also inside torch.compile, as one operator
     otherwise traced by torch.compile                        reference     the compiler fuses it and chooses what to keep
+    otherwise gate_rotary differs from rotary                reference     an option for experiments
     otherwise a gradient is wanted                           closed_form   one autograd function, keeps 2 n d
     otherwise CPU, sparsemax gate, eager                     silent        heads with gate 0 left out where that is faster
     otherwise                                                reference
@@ -132,6 +133,8 @@ def verdict(device: torch.device, dtype: torch.dtype, form: Form, dim: int, choi
         return Verdict(False, f"fused kernels take up to {plan.MOST_HEADS} heads of up to {plan.WIDEST} channels")
     if (form.membership == "sigmoid" and form.token_sparse_rescale) or (form.membership == "energy" and form.uniform_moment):
         return Verdict(False, "fused kernels do not compute this form")  # no operator has it
+    if form.split:
+        return Verdict(False, "fused kernels read the same scores for membership and gate")
     problem = machine_problem(device.type, device.index or 0, choice == "fused")
     if problem:
         return Verdict(False, problem)
@@ -159,7 +162,7 @@ def kernel_for(z: Tensor, weights: Weights, form: Form, dtype: torch.dtype) -> C
             return _fused_attend
         if _chosen == "fused":
             raise OptionError(f'use_kernels("fused"): {answer.why}. Use use_kernels("auto") to fall back by itself.')
-    if watched.traced():
+    if watched.traced() or form.split:
         return reference.attend
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
         return closed_form.attend

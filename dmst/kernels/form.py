@@ -30,6 +30,7 @@ class Form:
     gate_scale: float = 1.0
     max_active_heads: int | None = None
     rotary: str = "1d"
+    gate_rotary: str | None = None  # positions in the scores that the gate reads, if others than those of the membership
     uniform_moment: bool = False  # second moment over all tokens alike, not by membership (gated channel)
     sign: float = -1.0  # +1 in the gated channel
     token_sparse_rescale: bool = False  # membership times n, for memberships that sum to 1 over tokens
@@ -45,6 +46,11 @@ class Form:
     @functools.cache
     def read(text: str) -> Form:
         return Form(**json.loads(text))
+
+    @property
+    def split(self) -> bool:
+        """Whether membership and gate read scores of different positions: plain torch alone computes that."""
+        return self.gate is not None and self.gate_rotary not in (None, self.rotary)
 
     @property
     def power(self) -> int:

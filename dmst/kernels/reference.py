@@ -44,12 +44,21 @@ class Steps(NamedTuple):
 
 def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
     """The whole layer on z (b, n, d); the two large projections run in `dtype`."""
-    steps = take_steps(z, score(z, weights, form, grid), weights, form, dtype)
+    steps = steps_of(z, weights, form, grid, dtype)
     return project_out(update_of(steps, weights.theta, form), weights, dtype)
 
 
+def steps_of(z: Tensor, weights: Weights, form: Form, grid: tuple[int, int] | None, dtype: torch.dtype) -> Steps:
+    """Everything up to the update, scores first."""
+    scores = score(z, weights, form, grid)
+    if not form.split:
+        return take_steps(z, scores, weights, form, dtype)
+    pooled, gate = gate_of(score(z, weights, form, grid, form.gate_rotary), form)
+    return take_steps(z, scores, weights, form, dtype)._replace(pooled=pooled, gate=gate)
+
+
 def take_steps(z: Tensor, scores: Tensor | None, weights: Weights, form: Form, dtype: torch.dtype) -> Steps:
-    """Everything up to the update."""
+    """Everything up to the update, where membership and gate read the same scores."""
     projected = project(z, weights, form.num_heads, dtype)
     membership = membership_of(scores, projected, weights.temperature, form)
     pooled, gate = gate_of(scores, form)
@@ -63,12 +72,12 @@ def project(z: Tensor, weights: Weights, heads: int, dtype: torch.dtype) -> Tens
     return rearrange(projected, "b n (k p) -> b k n p", k=heads)
 
 
-def score(z: Tensor, weights: Weights, form: Form, grid: tuple[int, int] | None) -> Tensor | None:
-    """l_nk = <rot_n z_n, assign_k> + bias, or None where the layer has no `assign`."""
+def score(z: Tensor, weights: Weights, form: Form, grid: tuple[int, int] | None, mode: str | None = None) -> Tensor | None:
+    """l_nk = <rot_n z_n, assign_k> + bias, rotated as `mode` says or the form; None where the layer has no `assign`."""
     if weights.assign is None:
         return None
     z, assign = wide(z), wide(weights.assign)
-    positions = rotary.table(form.rotary, z.shape[-1], z.shape[-2], grid, device=z.device, dtype=z.dtype)
+    positions = rotary.table(mode or form.rotary, z.shape[-1], z.shape[-2], grid, device=z.device, dtype=z.dtype)
     if positions is None:
         scores = z @ assign.mT
     else:  # <rot_n z, w> = <z cos_n, w> + <z sin_n, turn w>: no token is shuffled

@@ -28,7 +28,7 @@ MEMBERSHIPS = ("sigmoid", "softmax")
 
 
 class DMSA(TokenStatistics):
-    """Learned membership, sparse gate."""
+    """Learned membership, sparse gate. `gate_rotary` gives the scores that the gate reads other positions, for experiments."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class DMSA(TokenStatistics):
         max_active_heads: int | None = None,
         membership_activation: str = "sigmoid",
         rotary: str = "1d",
+        gate_rotary: str | None = None,
         bias: bool = True,
         membership_bias: bool = False,
         proj_drop: float = 0.0,
@@ -50,7 +51,9 @@ class DMSA(TokenStatistics):
     ) -> None:
         bias = lineage_options(DMSA, bias, options)
         membership = choose("membership_activation", membership_activation, MEMBERSHIPS)
-        form = gated_form(num_heads, membership, mode, gate_activation, gate_scale, max_active_heads, rotary)
+        form = gated_form(
+            num_heads, membership, mode, gate_activation, gate_scale, max_active_heads, rotary, gate_rotary=gate_rotary
+        )
         super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)
 
 

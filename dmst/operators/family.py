@@ -48,7 +48,9 @@ class TokenStatistics(Operator):
         for name, value in (("membership_bias", membership_bias), ("token_sparse_rescale", form.token_sparse_rescale)):
             flag(name, value)
         flag("normalize_tokens", form.normalize_tokens)
-        rotary.check(form.rotary, dim)
+        for kind in (form.rotary, form.gate_rotary):
+            if kind is not None:
+                rotary.check(kind, dim)
         factory = {"device": device, "dtype": dtype}
         tied, proximal = form.mode != "listing", form.mode == "proximal"
         self.form = form
@@ -97,7 +99,7 @@ class TokenStatistics(Operator):
         self.check(z)
         dtype, weights = kernels.compute_dtype(z), self.weights()
         with kernels.without_autocast(z):
-            steps = reference.take_steps(z, reference.score(z, weights, self.form, grid), weights, self.form, dtype)
+            steps = reference.steps_of(z, weights, self.form, grid, dtype)
         return Parts(projected=steps.projected, membership=steps.membership, gate=steps.gate)
 
     def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> Tensor | None:
