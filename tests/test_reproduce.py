@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from dmst import cli
@@ -32,6 +33,7 @@ TINY = Table(
     CELLS,
     "TSSA",
     changes=(*SMALL, *TWELVE, "optim.opt=adamw"),
+    pairs=(("DMSA", "TSSA"), ("DMSA", "MHSA")),
     layers=("zero_gates", "never"),
     marks=("DMSA", "TSSA"),
 )
@@ -60,6 +62,20 @@ def test_every_cell_is_a_network_and_no_two_of_a_table_are_the_same() -> None:
     shared = {ledger.config_of(TABLES[name].recipe_of(cell, 0)) for name in ("gain", "gates") for cell in TABLES[name].cells}
     dmsa = ledger.config_of(TABLES["sparsity-cifar10"].recipe_of(TABLES["sparsity-cifar10"].cells[2], 0))
     assert dmsa in shared and len(shared) == len(TABLES["gain"].cells) + len(TABLES["gates"].cells) - 1
+
+
+def test_scaled_gates_start_where_sparsemax_does() -> None:
+    """A quarter, whatever the images: the table says so."""
+    images = F.interpolate(torch.randn(16, 3, 4, 4), size=32, mode="bicubic")
+    table = TABLES["gates"]
+    for name, printed in (("sigmoid", 0.5), ("relu", 0.078), ("gelu", 0.081), ("sparsemax", 0.25)):
+        for cell in table.cells:
+            scale = {"as printed": 1.0, "gate x 32": 32.0}.get(cell.name.removeprefix(f"{name}, "), 0.25 / printed)
+            if cell.name.startswith(name) and scale != 32:
+                models = [prepare.build_model(table.recipe_of(cell, seed), 10, 3).eval() for seed in range(3)]
+                with torch.no_grad():
+                    gates = [layer.parts.gate.abs().mean() for model in models for layer in model.trace(images).layers]
+                assert sum(gates).item() / len(gates) == pytest.approx(printed * scale, rel=0.15), cell.name
 
 
 def test_a_config_is_a_recipe_without_its_seed() -> None:
@@ -94,6 +110,7 @@ def test_a_table_shows_means_intervals_and_gaps(tiny: None) -> None:
     assert "| TSSA | - | 60.00 | 81.00 ± 1.00 | 3 |  | 1.5000 | 1,234 |" in shown
     assert "| MHSA | - | - | not run | 0 of 3 | | | |" in shown
     assert "- digits; x, torch 2, commit abcdefg, x." in shown and "6 runs, 0.6 minutes of wall time" in shown
+    assert "| DMSA | TSSA | +3.00 (+0.52 to +5.48, n = 3) |\n| DMSA | MHSA | not run |" in shown
     assert render.markdown("tiny", lines) == shown
     assert render.markdown("tiny", [*lines, line("MHSA", 0, 0.7)]) != shown
 

@@ -22,6 +22,9 @@ def markdown(name: str, lines: Sequence[ledger.Line]) -> str:
     out += [f"| | paper | published baseline | ours, top-1 % (mean ± std) | runs | {what} | train loss | parameters |"]
     out += ["|---|---|---|---|---|---|---|---|"]
     out += [row(cell, runs[cell.name], runs.get(cell.against or table.against, {})) for cell in table.cells]
+    if table.pairs:
+        out += ["", "## Pairs, seed by seed", "", "| first | second | first less second, 95 % interval |", "|---|---|---|"]
+        out += [f"| {a} | {b} | {difference(runs[a], runs[b]) or 'not run'} |" for a, b in table.pairs]
     for layer in table.layers:
         out += by_layer(layer, {cell.name: list(runs[cell.name].values()) for cell in table.cells})
     return "\n".join([*out, "", *origin([line for each in runs.values() for line in each.values()]), ""])

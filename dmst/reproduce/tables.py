@@ -45,6 +45,7 @@ class Table:
     against: str  # the cell that the others are compared with
     changes: tuple[str, ...] = SHORT
     notes: tuple[str, ...] = field(default=())
+    pairs: tuple[tuple[str, str], ...] = ()  # other differences, of the first to the second
     layers: tuple[str, ...] = ()  # what is shown layer by layer, names of LAYERS
     marks: tuple[str, ...] = ()  # cells whose means cross the picture; without any there is none
 
@@ -154,6 +155,15 @@ def _main() -> Table:
     return Table("ImageNet-1K, and transfer from it", "imagenet_tost_tiny", tuple(cells), "", changes=(), notes=(note,))
 
 
+PAIRS = tuple(
+    ("DMSA", other)
+    for other in (
+        "DMSA, rotary none", "DMSA, uniform gate", "DMSA, no positions, uniform gate", "DMSA, positions for the gate alone",
+        "DMSA, positions for the membership alone", "TSSA, position scores 1d", "DMSA, 8 heads", "DMSA, proximal",
+        "MHSA, matched parameters",
+    )
+)  # fmt: skip
+
 TABLES = {
     "main": _main(),
     "sparsity-cifar10": _sparsity(
@@ -169,6 +179,7 @@ TABLES = {
         GAIN,
         "TSSA",
         layers=("zero_gates", "coding", "variational"),
+        pairs=PAIRS,
         marks=("DMSA", "TSSA"),
     ),
 }
