@@ -79,7 +79,7 @@ def as_one(place: Path) -> None:
 
         codes = group(rank)
         mine, theirs = (load_file(place / name / each / "final/model.safetensors") for each in ("one", "two"))
-        start = prepare.build_model(alone, 10).state_dict()
+        start = prepare.build_model(alone, "0123456789").state_dict()
         apart, moved, size = (
             math.sqrt(sum((x.double() - other.get(key, 0)).square().sum() for key, x in mine.items()))
             for other in (theirs, start, {})

@@ -292,26 +292,26 @@ def test_weights_to_start_from(tmp_path: Path) -> None:
     """Of a run, with other classes: all but the classifier is taken over."""
     data = pictures(tmp_path / "data")
     start = f"model.init_from={tmp_path / 'earlier'}"
-    source = prepare.build_model(on_pictures(data, *RANDOM, "run.seed=7"), 10)
+    source = prepare.build_model(on_pictures(data, *RANDOM, "run.seed=7"), "0123456789")
     save_model(source, tmp_path / "earlier/final")
     recipe = on_pictures(data, *RANDOM, start, "schedule.epochs=1")
-    model, wanted = prepare.build_model(recipe, 3), source.state_dict()
+    model, wanted = prepare.build_model(recipe, "abc"), source.state_dict()
     for name, x in model.state_dict().items():
         assert torch.equal(x, wanted[name]) if not name.startswith("head.") else x.shape[0] == 3, name
-    assert torch.equal(prepare.build_model(recipe, 10).head.weight, source.head.weight)
+    assert torch.equal(prepare.build_model(recipe, "0123456789").head.weight, source.head.weight)
     assert go(recipe, tmp_path / "run").journal[0]["classes"] == ["across", "block", "down"]
     with pytest.raises(OptionError, match=r"holds another network than dmst_cifar: depth 1 \(here 2\)"):
-        prepare.build_model(on_pictures(data, *RANDOM, start, "model.options.depth=2"), 3)
+        prepare.build_model(on_pictures(data, *RANDOM, start, "model.options.depth=2"), "abc")
     with pytest.raises(OptionError, match=r"holds another network .*: operator_options \{'mode': 'proximal'\} \(here \{\}\)"):
-        prepare.build_model(on_pictures(data, start), 3)
+        prepare.build_model(on_pictures(data, start), "abc")
 
 
 def test_learned_positions_are_resized(tmp_path: Path) -> None:
     small = tiny("model.options.position=learned")
-    source = prepare.build_model(small, 10)
+    source = prepare.build_model(small, "0123456789")
     save_model(source, tmp_path / "small")
     recipe = tiny("model.options.position=learned", "data.image_size=12", f"model.init_from={tmp_path / 'small'}")
-    table = prepare.build_model(recipe, 10).position.table
+    table = prepare.build_model(recipe, "0123456789").position.table
     places = source.position.table.detach().reshape(8, 8, 16)
     assert table.shape == (144, 16) and torch.allclose(table.mean(0), places.mean((0, 1)), atol=2e-3)
     assert torch.allclose(table.detach().reshape(12, 12, 16)[0, 0], places[:2, :2].mean((0, 1)), atol=0.05)
@@ -441,7 +441,7 @@ def stream_of(recipe: Recipe, model: nn.Module) -> TrainStream:
 
 def test_fp16_skips_steps_that_overflow_and_gives_up_after_twenty(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tiny("run.amp=fp16", "optim.model_ema=0.9")
-    model = prepare.build_model(recipe, 10)
+    model = prepare.build_model(recipe, "0123456789")
     one = Work(model, recipe, CPU)
     stream = stream_of(recipe, model)
     batches = stream.batches(0, 10**6)
@@ -476,11 +476,11 @@ def test_fp16_gradients_have_their_own_scale() -> None:
     norms = []
     for scale in (2.0**10, 2.0**13):
         recipe = tiny("run.amp=fp16")
-        model = prepare.build_model(recipe, 10)
+        model = prepare.build_model(recipe, "0123456789")
         one = Work(model, recipe, CPU)
         one.scale = scale
         norms.append(one.step(0, stream_of(recipe, model).batches(0, 1), 16.0, 1.0, list).norm)
-    exact = prepare.build_model(recipe, 10)
+    exact = prepare.build_model(recipe, "0123456789")
     norms.append(Work(exact, tiny(), CPU).step(0, stream_of(recipe, exact).batches(0, 1), 16.0, 1.0, list).norm)
     assert norms[0] == pytest.approx(norms[1], rel=1e-2) and norms[0] == pytest.approx(norms[2], rel=3e-2)
 
@@ -625,7 +625,7 @@ def test_micro_steps_add_up(tmp_path: Path) -> None:
     """1 x 16, 2 x 8 and 4 x 4 images: the same step but for the order of sums. Without batch norm, which sees a micro-batch."""
     plain = ["model.options.stem=patch", "schedule.epochs=1", "data.eval=", "optim.opt=adamw"]
     found = [go(tiny(*plain, f"run.accumulate={n}"), tmp_path / str(n)).model.state_dict() for n in (1, 2, 4)]
-    start = prepare.build_model(tiny(*plain), 10).state_dict()
+    start = prepare.build_model(tiny(*plain), "0123456789").state_dict()
     for other in found[1:]:
         apart = math.sqrt(sum((x - other[name]).square().sum() for name, x in found[0].items()))
         moved = math.sqrt(sum((x - start[name]).square().sum() for name, x in found[0].items()))

@@ -129,11 +129,6 @@ def test_a_model_name_is_text(name: Any) -> None:
         create_model(name)
 
 
-def test_there_are_no_weights() -> None:
-    with pytest.raises(OptionError, match=r"no weights ship for dmst_digits, nor for any other yet\. Leave pretrained out"):
-        create_model("dmst_digits", pretrained=True)
-
-
 # --- overrides -------------------------------------------------------------------------------------------------------
 
 

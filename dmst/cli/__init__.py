@@ -5,6 +5,7 @@ dmst operators            the table of operators and their options
 dmst models [PATTERN]     the named networks, their sizes and parameters
 dmst train RECIPE         train or fine-tune, or go on with a run; dmst train --data FOLDER ... for images of your own
 dmst evaluate WEIGHTS     exact top-1 and top-5 of a saved model
+dmst classify PHOTO...    what a network sees in photos, with pictures of its memberships
 dmst recipes [NAME]       the recipes that ship, what each promises; --keys: all that can be set
 dmst reproduce TABLE      run what a table of experiments lacks, and write it as markdown
 dmst demo                 a DMST learns to read digits, and a page shows what it computes
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dmst.cli import bench, data, reproduce, train
+from dmst.cli import bench, classify, data, reproduce, train
 
 app = typer.Typer(name="dmst", help="A white-box vision transformer.", no_args_is_help=True, add_completion=False)
 
@@ -64,9 +65,19 @@ def operators() -> None:
 
 
 @app.command()
-def models(pattern: str = typer.Argument("*", help='Which names: "dmst_*", or a part of a name.')) -> None:
-    """List the named networks: shape, tokens, and parameters with 10 and with 1000 classes."""
+def models(
+    pattern: str = typer.Argument("*", help='Which names: "dmst_*", or a part of a name.'),
+    shipped: bool = typer.Option(False, "--shipped", help="Only those whose weights ship, with their cards."),
+    verify: bool = typer.Option(False, "--verify", help="Check the weights that ship: their bytes, and their stored answers."),
+) -> None:
+    """List the named networks: shape, tokens, and parameters with 10 and with 1000 classes. * marks weights that ship."""
     from dmst.models import VisionModel, list_models, model_config
+    from dmst.models import shipped as ours
+
+    if shipped or verify:
+        for name in ours.SHIPPED:
+            typer.echo(f"{name}: answers within {ours.verify(name):.1e} of those stored" if verify else ours.card(name))
+        return
 
     def count(name: str, classes: int) -> str:
         network = VisionModel(model_config(name, num_classes=classes), device="meta")
@@ -82,8 +93,10 @@ def models(pattern: str = typer.Argument("*", help='Which names: "dmst_*", or a 
         config = model_config(name)
         tokens = config.prefix + config.grid[0] * config.grid[1]
         shape = (config.operator, config.dim, config.depth, config.num_heads, tokens)
-        typer.echo(row(name, *shape, count(name, 10), count(name, 1000)))
-    typer.echo("Parameters, with the classifier. _patch16_224 may be left out of a name: dmst_tiny.")
+        typer.echo(row(name, *shape, count(name, 10), count(name, 1000)) + " *" * (name in ours.SHIPPED))
+    typer.echo(
+        "Parameters, with the classifier. _patch16_224 may be left out of a name: dmst_tiny. *: weights ship (--shipped)."
+    )
 
 
 @app.command()
@@ -111,6 +124,7 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="The same as JSON.
 
 app.command()(train.train)
 app.command()(train.evaluate)
+app.command()(classify.classify)
 app.command()(train.recipes)
 app.command()(reproduce.reproduce)
 app.add_typer(bench.app, name="bench")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,14 @@ def open_sets(
     return Sets(train, held, *bad)
 
 
-def build_model(recipe: Recipe, classes: int, channels: int = 1) -> VisionModel:
+def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> VisionModel:
     """The network, from `init_from` if the recipe says so, else from its seed. One of grey images takes colour ones too."""
-    config = recipe.model_config(num_classes=classes)
+    config = recipe.model_config(num_classes=len(classes))
     if channels > config.in_chans:
         config = config.change(in_chans=channels)
     torch.manual_seed(chance.small_seed("weights", recipe.run.seed))
     model = VisionModel(config)
+    model.class_names = tuple(classes)
     if recipe.model.init_from:
         take_over(model, load_model(weights_in(recipe.model.init_from)), recipe.model.init_from)
     return model

@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
 def start(recipe: Recipe, sets: prepare.Sets, group: Group) -> Run:
     """A run at its first step."""
-    model = prepare.build_model(recipe, len(sets.train.classes), sets.channels).to(group.device)
+    model = prepare.build_model(recipe, sets.train.classes, sets.channels).to(group.device)
     work = Work(model, recipe, group)
     cuda = group.device.type == "cuda"
     where = torch.cuda.stream(torch.cuda.Stream(group.device)) if cuda else nullcontext()

@@ -120,7 +120,7 @@ class _Loop:
         if not group.all_same(self.sets.fingerprint):
             raise OptionError(f"the processes find different images in {recipe.data.name}: every machine needs the same ones.")
         with group.together("building the network"):
-            model = prepare.build_model(recipe, len(self.sets.train.classes), self.sets.channels).to(group.device, dtype)
+            model = prepare.build_model(recipe, self.sets.train.classes, self.sets.channels).to(group.device, dtype)
         with group.together("preparing to train"):  # in which processes wait for each other: for none that has failed
             self.work = Work(model, recipe, group)
             view = prepare.view_of(model, recipe.data.crop_pct)

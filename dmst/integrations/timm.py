@@ -6,7 +6,7 @@
 
 timm's training script: `train.py --device-modules dmst.integrations.timm --model dmst_tiny_patch16_224`. Names are the zoo's,
 but timm has a vit_* of its own, so ours are dmst_vit_*. Keywords are timm's, the fields of ModelConfig and the options of the
-operator. No weights are published, so `pretrained=True` with a name alone is timm's error.
+operator. timm itself knows no weights of these names: `dmst.create_model(name, pretrained=True)` has those that ship.
 """
 
 from __future__ import annotations

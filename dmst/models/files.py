@@ -1,8 +1,9 @@
 """A saved model: a folder with two files, whole or refused. No pickle, neither written nor read.
 
     model.safetensors    weights and buffers, by name
-    config.json          what timm reads (architecture, num_classes, model_args, pretrained_cfg), and under "dmst" the whole
-                         ModelConfig, size and sha256 of the weights; last of all `self_sha256`, which covers the rest
+    config.json          what timm reads (architecture, num_classes, label_names where they are known, model_args,
+                         pretrained_cfg), and under "dmst" the whole ModelConfig, size and sha256 of the weights; last of
+                         all `self_sha256`, which covers the rest
 
 The folder loads with `dmst.load_model(folder)` and, after `import dmst.integrations.timm`, with timm's
 `create_model("local-dir:folder", pretrained=True)`. Loading checks bytes, hashes, names, shapes and dtypes, and only then
@@ -55,6 +56,10 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
         raise OptionError(
             "the model is on the meta device and has no values to save: model.to_empty(...), then load or init_weights."
         )
+    if model.class_names and len(model.class_names) != model.config.num_classes:
+        raise OptionError(
+            f"class_names has {len(model.class_names)} names for {model.config.num_classes} classes: set it anew."
+        )
     _plain(model.config)
     tensors = _tensors_of(model)
     try:
@@ -62,7 +67,7 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
     except BadFileError as error:  # what could not be loaded is not written
         raise OptionError(f"not saved, for it could not be loaded: {error} (Other classes: model.reset_classifier.)") from error
     weights = safetensors.torch.save(tensors)
-    return whole.write_folder(folder, {WEIGHTS: weights, CONFIG: whole.sealed(_describe(model.config, weights))})
+    return whole.write_folder(folder, {WEIGHTS: weights, CONFIG: whole.sealed(_describe(model, weights))})
 
 
 def load_model(
@@ -89,14 +94,16 @@ def load_model(
         raise BadFileError(f"{folder / CONFIG} describes a network that cannot be ({_line(error)}).") from error
     _fit(folder / WEIGHTS, weights, model)
     model.load_state_dict({name: x.to(device) for name, x in weights.items()}, strict=True, assign=True)
+    model.class_names = _class_names(folder, told, config.num_classes)
     return model.eval()
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def _describe(config: ModelConfig, weights: bytes) -> dict[str, Any]:
+def _describe(model: VisionModel, weights: bytes) -> dict[str, Any]:
     """What config.json says, but for the hash of itself."""
+    config = model.config
     known = config.name in MODELS
     base = model_config(config.name).to_dict() if known else {}
     mine = config.to_dict()
@@ -106,6 +113,7 @@ def _describe(config: ModelConfig, weights: bytes) -> dict[str, Any]:
         "num_classes": config.num_classes,
         "num_features": config.dim,
         "global_pool": config.global_pool,
+        **({"label_names": list(model.class_names)} if model.class_names else {}),
         "model_args": {
             key: value
             for key, value in mine.items()
@@ -203,6 +211,17 @@ def _verified_config(folder: Path, told: dict[str, Any], raw: bytes) -> ModelCon
             "Import the module that puts it there first."
         )
     return ModelConfig(**written)
+
+
+def _class_names(folder: Path, told: dict[str, Any], classes: int) -> tuple[str, ...]:
+    names = told.get("label_names")
+    if names is None:
+        return ()
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) != classes:
+        if "dmst" not in told:  # timm's may name fewer or describe them otherwise: then there are none
+            return ()
+        raise BadFileError(f"{folder / CONFIG}: label_names must be {classes} names, one a class.")
+    return tuple(names)
 
 
 def _foreign_config(folder: Path, told: dict[str, Any], unverified: bool) -> ModelConfig:

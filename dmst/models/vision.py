@@ -55,6 +55,7 @@ class VisionModel(nn.Module):
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head: nn.Module = self._classifier(config.num_classes, **factory)
         self.grad_checkpointing = False
+        self.class_names: tuple[str, ...] = ()  # of the classifier's outputs, where they are known
         self.pretrained_cfg = self.default_cfg = pretrained_cfg(config)  # two names of timm for one thing
         self.reset_parameters()
 
@@ -179,7 +180,7 @@ class VisionModel(nn.Module):
         config = replace(self.config, num_classes=num_classes, global_pool=pool)
         weight = next(self.blocks.parameters())
         self.head = self._classifier(num_classes, device=weight.device, dtype=weight.dtype)
-        self.config = config
+        self.config, self.class_names = config, ()
 
     # --- training ----------------------------------------------------------------------------------------------------
 

@@ -117,10 +117,18 @@ def create_model(
 ) -> VisionModel:
     """A network by name, with fresh weights: `create_model("dmst_small", num_classes=10, operator="tssa")`.
 
-    What is None keeps the model's own. Further keywords are fields of ModelConfig or options of the operator.
+    What is None keeps the model's own. Further keywords are fields of ModelConfig or options of the operator. `pretrained`
+    takes the weights that ship (`dmst models --shipped`), in evaluation mode; another `num_classes` gives a fresh classifier.
     """
     asked = {"num_classes": num_classes, "img_size": img_size, "in_chans": in_chans, "operator": operator}
     config = model_config(name, **overrides, **{key: value for key, value in asked.items() if value is not None})
     if pretrained:
-        raise OptionError(f"no weights ship for {config.name}, nor for any other yet. Leave pretrained out, or use load_model.")
+        from dmst.models import shipped  # which builds networks itself
+
+        model = shipped.pretrained(config.name, device, dtype)
+        if config.num_classes != model.config.num_classes and num_classes is not None:
+            model.reset_classifier(num_classes)
+        if differ := [key for key, value in model.config.to_dict().items() if value != config.to_dict()[key]]:
+            raise OptionError(f"the weights of {config.name} are those of another {', '.join(differ)}: leave that as it is.")
+        return model
     return VisionModel(config, device=device, dtype=dtype)

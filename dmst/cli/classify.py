@@ -1,0 +1,58 @@
+"""`dmst classify`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+
+PHOTOS = typer.Argument(help="Image files, or folders of them.")
+
+
+def classify(
+    photos: list[str] = PHOTOS,
+    weights: str = typer.Option(..., help="A network that ships (`dmst models --shipped`), a saved model, or a finished run."),
+    top: int = typer.Option(5, min=1, help="How many classes to tell."),
+    maps: str = typer.Option(None, metavar="DIR", help="Write a picture a photo: the memberships of every head, laid over it."),
+    layer: int = typer.Option(-1, help="The layer of --maps, from 0; -1 is the last."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object a line."),
+    device: str = typer.Option("cpu", help="cpu, cuda or cuda:N."),
+) -> None:
+    """Say what is in photos: the likeliest classes and their probabilities. Works offline.
+
+    dmst classify photo.jpg --weights runs/mine
+
+    dmst classify holiday/ --weights runs/mine --maps maps --json
+
+    A file that cannot be read is told of, and the others are classified; the exit status is then 1.
+    """
+    from dmst.analysis.membership import png, sheet
+    from dmst.engine.classify import classify as answers
+    from dmst.engine.classify import photos_in
+    from dmst.engine.prepare import weights_in
+    from dmst.models import load_model, shipped
+
+    model = shipped.pretrained(weights) if weights in shipped.SHIPPED else load_model(weights_in(weights)).float()
+    paths, failed = photos_in(photos), 0
+    for answer in answers(model, paths, top=top, device=device, traced=maps is not None):
+        told = {"photo": str(answer.path), "top": [{"class": name, "probability": round(p, 6)} for name, p in answer.top]}
+        failed += bool(answer.problem)
+        if answer.problem:
+            told["problem"] = answer.problem
+        elif maps is not None:
+            assert answer.trace is not None and answer.image is not None
+            Path(maps).mkdir(parents=True, exist_ok=True)
+            drawn = Path(maps) / f"{answer.path.name}.png"
+            drawn.write_bytes(png(sheet(answer.trace, answer.image, layer)))
+            told["maps"] = str(drawn)
+        typer.echo(json.dumps(told, ensure_ascii=False) if as_json else _line(told))
+    if failed:
+        raise typer.Exit(1)
+
+
+def _line(told: dict) -> str:
+    if "problem" in told:
+        return told["problem"]
+    share = "   ".join(f"{each['class']} {each['probability']:.1%}" for each in told["top"])
+    return f"{told['photo']}: {share}" + (f"   ({told['maps']})" if "maps" in told else "")

@@ -1,0 +1,84 @@
+"""What a network says of photos: any file that the image policy admits, any size; what cannot be read costs itself alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dmst.data import images as door
+from dmst.data.loader import EvalStream
+from dmst.data.sets import ImageSet
+from dmst.engine import prepare
+from dmst.errors import BadImageError, OptionError
+from dmst.models import Trace, VisionModel
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")  # looked for in folders; a named file may be any
+
+
+class Photo(ImageSet):
+    """One file without a label, decoded once."""
+
+    def __init__(self, path: Path, classes: int, channels: int) -> None:
+        self.path, self._pixels = path, door.decode(path, str(path), grey=channels == 1)
+        names = [str(i) for i in range(classes)]
+        super().__init__("photo", "given", names, np.zeros(1, np.int64), fingerprint="")
+
+    def read(self, index: int) -> np.ndarray:
+        return self._pixels
+
+    def where(self, index: int) -> str:
+        return str(self.path)
+
+
+class Answer(NamedTuple):
+    """Of one photo: the likeliest classes and their probabilities; or why there is none."""
+
+    path: Path
+    top: list[tuple[str, float]]
+    problem: str = ""
+    image: torch.Tensor | None = None  # (1, c, h, w) as the network saw it
+    trace: Trace | None = None  # where it was asked for
+
+
+def photos_in(words: Sequence[str]) -> list[Path]:
+    """Files as they are named; of a folder the images in it, in the order of their names."""
+    found: list[Path] = []
+    for path in map(Path, words):
+        if path.is_dir():
+            inside = sorted(each for each in path.iterdir() if each.suffix.lower() in SUFFIXES and each.is_file())
+            if not inside:
+                raise OptionError(f"{path} holds no images ({', '.join(SUFFIXES)}): name a folder that does, or the files.")
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            raise OptionError(f"{path} is not there: name image files, or folders of them.")
+    return found
+
+
+@torch.no_grad()
+def classify(
+    model: VisionModel, paths: Sequence[Path], *, top: int = 5, device: torch.device | str = "cpu", traced: bool = False
+) -> Iterator[Answer]:
+    """One answer a photo, in order, as they come."""
+    model = model.to(device).eval()
+    dtype = next(model.parameters()).dtype
+    names = model.class_names or tuple(f"class {i}" for i in range(model.config.num_classes))
+    view = prepare.view_of(model)
+    for path in paths:
+        try:
+            photo = Photo(path, len(names), model.config.in_chans)
+        except BadImageError as error:
+            yield Answer(path, [], str(error))
+            continue
+        stream = EvalStream(photo, view, batch_size=1, device=device, path="workers")  # as `dmst evaluate` sees files
+        image = next(iter(stream)).images.to(dtype)
+        trace = model.trace(image) if traced else None
+        logits = model(image) if trace is None else trace.logits
+        best = logits[0].float().softmax(-1).topk(min(top, len(names)))
+        told = [(names[i], p) for p, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+        yield Answer(path, told, image=image, trace=trace)

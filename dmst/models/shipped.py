@@ -1,0 +1,75 @@
+"""Weights that ship inside the package: no download, no network.
+
+    dmst/weights/<name>/model.safetensors      float16
+                        config.json            as of every saved model (files.py)
+                        card.md                data, recipe, accuracy by class, calibration, limits, licence
+                        answers.safetensors    drawn images (`drawn`) and the logits that these weights gave for them
+
+`SHIPPED` holds the sha256 of the weights: files that were exchanged together, config and all, are refused too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmst import whole
+from dmst.errors import BadFileError, OptionError
+from dmst.models.files import WEIGHTS, load_model, tensors_from
+from dmst.models.vision import VisionModel
+
+FOLDER = Path(__file__).parents[1] / "weights"
+CARD, ANSWERS = "card.md", "answers.safetensors"
+SHIPPED = {
+    "dmst_digits": "a69996f4c7bde1e1c4725b0d146492bced966752ff2e8e827416f8aa5acb90e4",
+}
+NEAR = 1e-3  # of stored logits: other machines add in another order
+
+
+def pretrained(name: str, device: Any = None, dtype: Any = None) -> VisionModel:
+    """The network `name` with the weights that ship, in float32 if nothing else is asked for, in evaluation mode."""
+    if name not in SHIPPED:
+        have = ", ".join(SHIPPED) or "none"
+        raise OptionError(f"no weights ship for {name}. Those that do: {have}. For others: load_model(folder).")
+    raw = whole.read(FOLDER / name / WEIGHTS)
+    if hashlib.sha256(raw).hexdigest() != SHIPPED[name]:
+        raise BadFileError(f"{FOLDER / name / WEIGHTS} is not the file that was released: install the package again.")
+    return load_model(FOLDER / name).to(device, torch.float32 if dtype is None else dtype)
+
+
+def verify(name: str) -> float:
+    """How far this machine's logits are from the stored ones; an error where that is too far."""
+    stored = answers(name)
+    with torch.no_grad():
+        logits = pretrained(name)(stored["images"])
+    apart = (logits - stored["logits"]).abs().max().item()
+    if not apart <= NEAR:
+        raise BadFileError(f"{name} answers {apart:.1e} off what was stored (at most {NEAR:g}): run `dmst doctor`.")
+    return apart
+
+
+def answers(name: str) -> dict[str, Tensor]:
+    path = FOLDER / name / ANSWERS
+    return tensors_from(path, whole.read(path))
+
+
+def card(name: str) -> str:
+    return (FOLDER / name / CARD).read_text(encoding="utf-8")
+
+
+def drawn(channels: int, height: int, width: int, count: int = 8) -> Tensor:
+    """Pictures by a formula, roughly of mean 0 and size 1 (count, channels, height, width): rings and stripes that turn."""
+    y = torch.linspace(-1, 1, height, dtype=torch.float64)[:, None]
+    x = torch.linspace(-1, 1, width, dtype=torch.float64)[None]
+    found = []
+    for i in range(count):
+        for c in range(channels):
+            turn = 0.7 * i + 2.1 * c
+            stripes = torch.sin((2 + i) * (x * torch.cos(torch.tensor(turn)) + y * torch.sin(torch.tensor(turn))))
+            rings = torch.cos((3 + c) * (x.square() + y.square()).sqrt() * (1 + i / 3))
+            found.append(stripes + rings)
+    return torch.stack(found).unflatten(0, (count, channels)).float()

@@ -1,0 +1,88 @@
+"""`dmst classify`: the classes of a network for any photo, and pictures of what it computed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from dmst import cli, create_model
+from dmst.analysis.membership import sheet
+from dmst.data import catalog
+from dmst.engine.classify import classify, photos_in
+from dmst.errors import OptionError
+from dmst.models import load_model, save_model
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten digits as PNG files, enlarged as a photo is larger than what the network reads."""
+    folder = tmp_path_factory.mktemp("photos")
+    digits = catalog.open_set("digits", "test")
+    for label in range(10):
+        index = int(np.flatnonzero(digits.labels == label)[0])
+        Image.fromarray(digits.read(index)[:, :, 0].repeat(4, 0).repeat(4, 1)).save(folder / f"{label}.png")
+    (folder / "notes.txt").write_text("not an image")
+    return folder
+
+
+def test_digits_are_read(photos: Path) -> None:
+    model = create_model("dmst_digits", pretrained=True)
+    answers = list(classify(model, photos_in([str(photos)]), top=3))
+    assert [answer.path.name for answer in answers] == [f"{i}.png" for i in range(10)]
+    assert sum(answer.top[0][0] == answer.path.stem for answer in answers) >= 9
+    for answer in answers:
+        shares = [p for _, p in answer.top]
+        assert len(shares) == 3 and shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 1 and answer.trace is None
+
+
+def test_the_answer_is_that_of_the_network(photos: Path) -> None:
+    model = create_model("dmst_digits", pretrained=True)
+    (answer,) = classify(model, [photos / "7.png"], top=10, traced=True)
+    assert answer.image is not None and answer.trace is not None
+    with torch.no_grad():
+        shares = model(answer.image)[0].softmax(-1)
+    assert {name: pytest.approx(shares[int(name)].item(), abs=1e-5) for name, _ in answer.top} == dict(answer.top)
+    assert torch.equal(answer.trace.layers[-1].parts.membership, model.trace(answer.image).layers[-1].parts.membership)
+
+
+def test_what_cannot_be_read_costs_itself_alone(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes((photos / "1.png").read_bytes()[:-30])
+    said = CliRunner().invoke(
+        cli.app, ["classify", str(tmp_path / "broken.png"), str(photos / "2.png"), "--weights", "dmst_digits", "--json"]
+    )
+    first, second = (json.loads(line) for line in said.stdout.splitlines())
+    assert said.exit_code == 1 and "broken.png" in first["problem"] and second["top"][0]["class"] == "2"
+    for words, message in (([str(tmp_path / "nothing.png")], "is not there"), ([str(tmp_path / "folder")], "holds no images")):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        with pytest.raises(OptionError, match=message):
+            photos_in(words)
+
+
+def test_pictures_of_memberships(photos: Path, tmp_path: Path) -> None:
+    asked = ["classify", str(photos), "--weights", "dmst_digits", "--maps", str(tmp_path / "maps"), "--top", "1"]
+    said = CliRunner().invoke(cli.app, asked)
+    assert said.exit_code == 0 and len(said.output.splitlines()) == 10 and "maps/3.png.png" in said.output
+    (answer,) = classify(create_model("dmst_digits", pretrained=True), [photos / "3.png"], traced=True)
+    assert answer.trace is not None and answer.image is not None
+    drawn = np.asarray(Image.open(tmp_path / "maps/3.png.png"))
+    assert np.array_equal(drawn, sheet(answer.trace, answer.image))
+
+
+def test_networks_of_ones_own_keep_their_names(photos: Path, tmp_path: Path) -> None:
+    model = create_model("dmst_digits", num_classes=2)
+    save_model(model, tmp_path / "plain")
+    model.class_names = ("cat", "dög")
+    save_model(model, tmp_path / "named")
+    assert load_model(tmp_path / "named").class_names == ("cat", "dög") and load_model(tmp_path / "plain").class_names == ()
+    for folder, names in (("named", {"cat", "dög"}), ("plain", {"class 0", "class 1"})):
+        said = CliRunner().invoke(cli.app, ["classify", str(photos / "1.png"), "--weights", str(tmp_path / folder), "--json"])
+        assert {each["class"] for each in json.loads(said.stdout)["top"]} == names
+    model.class_names = ("one",)
+    with pytest.raises(OptionError, match="1 names for 2 classes"):
+        save_model(model, tmp_path / "wrong")

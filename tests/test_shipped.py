@@ -1,0 +1,111 @@
+"""Weights that ship: the released bytes, the stored answers, what create_model makes of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dmst import cli, create_model
+from dmst.engine import ship
+from dmst.errors import BadFileError, OptionError
+from dmst.models import load_model, save_model, shipped
+
+LARGEST, ALL = 12_000_000, 30_000_000
+every = pytest.mark.parametrize("name", list(shipped.SHIPPED))
+
+
+@every
+def test_they_answer_as_stored(name: str) -> None:
+    assert shipped.verify(name) <= shipped.NEAR
+    stored = shipped.answers(name)
+    size = stored["images"].shape[1:]
+    assert torch.allclose(stored["images"], shipped.drawn(*size), atol=1e-5)  # by the formula, not from any data
+    assert stored["logits"].std() > 0.1 and len(stored["images"]) == 8
+
+
+@every
+def test_they_are_small_and_have_a_card(name: str) -> None:
+    folder = shipped.FOLDER / name
+    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "config.json", "card.md", "answers.safetensors"}
+    assert (folder / "model.safetensors").stat().st_size <= LARGEST
+    model = load_model(folder)
+    assert next(model.parameters()).dtype == torch.float16 and model.config.name == name
+    assert len(model.class_names) == model.config.num_classes
+    for word in ("Measured on", "calibration error", "parameters", "| class |", "Licence", *model.class_names):
+        assert word in shipped.card(name)
+
+
+def test_all_of_them_are_small_and_listed() -> None:
+    assert {path.name for path in shipped.FOLDER.iterdir() if path.is_dir()} == set(shipped.SHIPPED)
+    assert sum(path.stat().st_size for path in shipped.FOLDER.rglob("*") if path.is_file()) <= ALL
+
+
+def test_create_model_takes_them() -> None:
+    model = create_model("dmst_digits", pretrained=True)
+    assert not model.training and next(model.parameters()).dtype == torch.float32
+    assert model.class_names == tuple("0123456789")
+    stored = shipped.answers("dmst_digits")
+    with torch.no_grad():
+        assert (model(stored["images"]) - stored["logits"]).abs().max() < 1e-3
+    assert next(create_model("dmst_digits", pretrained=True, dtype=torch.float64).parameters()).dtype == torch.float64
+    other = create_model("dmst_digits", pretrained=True, num_classes=3)
+    assert other(stored["images"]).shape == (8, 3) and not other.class_names
+    assert torch.equal(other.blocks[0].operator.subspace.weight, model.blocks[0].operator.subspace.weight)
+    with pytest.raises(OptionError, match="weights of dmst_digits are those of another operator"):
+        create_model("dmst_digits", pretrained=True, operator="tssa")
+    with pytest.raises(OptionError, match=r"no weights ship for dmst_small_patch16_224\. Those that do: dmst_digits"):
+        create_model("dmst_small", pretrained=True)
+
+
+def test_other_bytes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even a whole saved model in their place."""
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    shutil.copytree(Path(shipped.__file__).parents[1] / "weights/dmst_digits", tmp_path / "dmst_digits")
+    shipped.pretrained("dmst_digits")
+    shutil.copytree(tmp_path / "dmst_digits", tmp_path / "other")
+    for name in ("card.md", "answers.safetensors"):
+        (tmp_path / "other" / name).unlink()
+    model = create_model("dmst_digits")
+    save_model(model, tmp_path / "other", overwrite=True)
+    for path in (tmp_path / "other").iterdir():
+        shutil.copy(path, tmp_path / "dmst_digits" / path.name)
+    with pytest.raises(BadFileError, match="not the file that was released"):
+        shipped.pretrained("dmst_digits")
+    monkeypatch.setitem(shipped.SHIPPED, "dmst_digits", ship.digest(tmp_path / "dmst_digits"))
+    with pytest.raises(BadFileError, match="off what was stored"):
+        shipped.verify("dmst_digits")
+
+
+def test_the_stated_accuracy_is_that_of_the_weights() -> None:
+    from dmst.data import catalog
+
+    found = ship.measure(shipped.pretrained("dmst_digits"), catalog.open_set("digits", "test"))
+    assert f"top-1 {found.top1:.2%}" in shipped.card("dmst_digits")
+    assert f"error {found.calibration:.4f}" in shipped.card("dmst_digits")
+
+
+def test_calibration_by_hand() -> None:
+    """Two images at 3/4 of which one is right, two at 1/2 (of two classes) that are both right."""
+    logits = torch.tensor([[3.0, 1.0], [3.0, 1.0], [1.0, 1.0], [1.0, 1.0]]).log()
+    right = torch.tensor([True, False, True, True])
+    assert ship.calibration_error(logits, right) == pytest.approx((2 * abs(0.5 - 0.75) + 2 * abs(1 - 0.5)) / 4)
+
+
+def test_a_saved_model_is_made_ready_to_ship(tmp_path: Path) -> None:
+    save_model(create_model("tost_digits"), tmp_path / "trained")
+    digest = ship.ship(tmp_path / "trained", "tost_digits", "digits", tmp_path / "out", notes=["How it was made."])
+    folder = tmp_path / "out/tost_digits"
+    assert load_model(folder).class_names == tuple("0123456789") and digest == ship.digest(folder)
+    assert "How it was made." in (folder / "card.md").read_text()
+
+
+def test_the_command() -> None:
+    said = CliRunner().invoke(cli.app, ["models", "--verify"])
+    assert said.exit_code == 0 and said.output.startswith("dmst_digits: answers within ")
+    assert "# dmst_digits" in CliRunner().invoke(cli.app, ["models", "--shipped"]).output
+    rows = CliRunner().invoke(cli.app, ["models", "digits"]).output.splitlines()
+    assert [row.split()[0] for row in rows[1:-1] if row.endswith(" *")] == list(shipped.SHIPPED)
