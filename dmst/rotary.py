@@ -42,12 +42,12 @@ class Factors(NamedTuple):
     step: int
 
 
-def check(mode: str, dim: int) -> str:
-    """`mode`, if width `dim` can carry it."""
-    choose("rotary mode", mode, MODES)
+def check(mode: str, dim: int, option: str = "rotary") -> str:
+    """`mode`, if width `dim` can carry it; `option` is what messages call it."""
+    choose(f"{option} mode", mode, MODES)
     pairs = {"1d": 2, "2d": 4, "none": 1}[mode]
     if dim % pairs:
-        raise OptionError(f"dim is {dim}: rotary={mode!r} turns channel pairs and needs a dim divisible by {pairs}.")
+        raise OptionError(f"dim is {dim}: {option}={mode!r} turns channel pairs and needs a dim divisible by {pairs}.")
     return mode
 
 

@@ -1,6 +1,6 @@
 """Whole or not at all: what is written appears complete in its place; what was damaged since then is refused when it is read.
 
-    write_text(path, text)                 temporary file beside it, then one rename
+    write_text, write_bytes(path, data)    temporary file beside it, then one rename
     write_folder(folder, {name: bytes})    temporary folder beside it, every file synced; an old folder steps aside, the new one
                                            takes its place, the old one is removed
     set_aside(folder)                      old folders that stepped aside: all that a kill between two renames can leave
@@ -38,13 +38,18 @@ REMEDY = "Load it where you trust it and save it again with safetensors.torch.sa
 
 def write_text(path: Path, text: str) -> Path:
     """Write a text file; returns its path."""
+    return write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> Path:
+    """Write a file; returns its path."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        staging.write_text(text, encoding="utf-8")
+        staging.write_bytes(data)
         staging.replace(path)
     except OSError as error:
-        raise failed(path, error, len(text)) from error
+        raise failed(path, error, len(data)) from error
     finally:
         with suppress(OSError):
             staging.unlink(missing_ok=True)

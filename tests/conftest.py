@@ -37,7 +37,7 @@ TRACED = ("test_fused.py::test_parity_of_every_form", "test_fused.py::test_score
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Not `no_cover` of pytest-cov: in a process of xdist it stops one of two tracers."""
     name, tracer = item.nodeid.rpartition("tests/")[2], sys.gettrace()
-    if tracer is None or not name.startswith(UNTRACED) or name.startswith(TRACED):
+    if type(tracer).__module__.partition(".")[0] != "coverage" or not name.startswith(UNTRACED) or name.startswith(TRACED):
         return (yield)
     sys.settrace(None)
     try:

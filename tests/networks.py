@@ -30,6 +30,7 @@ OPTIONS: list[Case] = [
     ("vit_tiny", {"operator": "tpsusa", "mode": "proximal"}),
     ("tost_tiny", {"position_scores": "2d", "position": "learned", "layer_scale": None}),
     ("crate_tiny", {"relaxed": 0.3, "feedforward": "mlp", "readout": "mean"}),
+    ("vit_tiny", {"operator": "dmsa", "feedforward": "local"}),
 ]
 CASES = FAMILIES + OPTIONS + [(name, {"operator": x}) for name in ("tost_tiny", "vit_tiny") for x in OPERATORS]
 

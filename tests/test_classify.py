@@ -15,7 +15,7 @@ from dmst import cli, create_model
 from dmst.analysis.membership import sheet
 from dmst.data import catalog
 from dmst.engine.classify import classify, photos_in
-from dmst.errors import OptionError
+from dmst.errors import DmstError, OptionError
 from dmst.models import load_model, save_model
 
 
@@ -58,7 +58,11 @@ def test_what_cannot_be_read_costs_itself_alone(photos: Path, tmp_path: Path) ->
     )
     first, second = (json.loads(line) for line in said.stdout.splitlines())
     assert said.exit_code == 1 and "broken.png" in first["problem"] and second["top"][0]["class"] == "2"
-    for words, message in (([str(tmp_path / "nothing.png")], "is not there"), ([str(tmp_path / "folder")], "holds no images")):
+    for words, message in (
+        ([""], "name is empty"),
+        ([str(tmp_path / "nothing.png")], "is not there"),
+        ([str(tmp_path / "folder")], "holds no images"),
+    ):
         (tmp_path / "folder").mkdir(exist_ok=True)
         with pytest.raises(OptionError, match=message):
             photos_in(words)
@@ -72,6 +76,35 @@ def test_pictures_of_memberships(photos: Path, tmp_path: Path) -> None:
     assert answer.trace is not None and answer.image is not None
     drawn = np.asarray(Image.open(tmp_path / "maps/3.png.png"))
     assert np.array_equal(drawn, sheet(answer.trace, answer.image))
+    (tmp_path / "3.png").write_bytes((photos / "8.png").read_bytes())  # another photo of the same name
+    said = CliRunner().invoke(cli.app, ["classify", str(photos / "3.png"), str(tmp_path / "3.png"), *asked[2:]])
+    assert said.exit_code == 0 and {path.name for path in (tmp_path / "maps").glob("3*")} == {
+        "3.png.png",
+        "3.png-1.png",
+        "3.png-2.png",
+    }
+
+
+def test_bad_requests_say_what_to_do(photos: Path, tmp_path: Path) -> None:
+    photo = str(photos / "1.png")
+    (tmp_path / "taken").write_text("x")
+    save_model(create_model("dmst_digits", num_classes=0), tmp_path / "headless")
+    for words, message in (
+        (["--weights", "dmst_digits", "--device", "cuda:77"], "cuda"),
+        (["--weights", "dmst_digits", "--device", "foo"], "foo"),
+        (["--weights", "dmst_digits", "--maps", str(tmp_path / "taken")], "could not be written"),
+        (["--weights", str(tmp_path / "headless")], "has no classifier"),
+        (["--weights", str(tmp_path / "nowhere")], "cannot be read"),
+    ):
+        said = CliRunner().invoke(cli.app, ["classify", photo, *words])
+        assert isinstance(said.exception, DmstError) and message in str(said.exception), words
+
+
+def test_a_folder_is_meant_before_a_name(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(create_model("dmst_digits", num_classes=3), tmp_path / "dmst_digits")
+    monkeypatch.chdir(tmp_path)
+    said = CliRunner().invoke(cli.app, ["classify", str(photos / "1.png"), "--weights", "dmst_digits", "--json"])
+    assert len(json.loads(said.stdout)["top"]) == 3
 
 
 def test_networks_of_ones_own_keep_their_names(photos: Path, tmp_path: Path) -> None:
@@ -83,6 +116,11 @@ def test_networks_of_ones_own_keep_their_names(photos: Path, tmp_path: Path) -> 
     for folder, names in (("named", {"cat", "dög"}), ("plain", {"class 0", "class 1"})):
         said = CliRunner().invoke(cli.app, ["classify", str(photos / "1.png"), "--weights", str(tmp_path / folder), "--json"])
         assert {each["class"] for each in json.loads(said.stdout)["top"]} == names
-    model.class_names = ("one",)
-    with pytest.raises(OptionError, match="1 names for 2 classes"):
-        save_model(model, tmp_path / "wrong")
+    for names, message in (
+        (("one",), "1 names for 2 classes"),
+        (("cat", 3), "must be a tuple of text"),
+        ("ab", "must be a tuple"),
+    ):
+        model.class_names = names  # type: ignore[assignment]
+        with pytest.raises(OptionError, match=message):
+            save_model(model, tmp_path / "wrong")

@@ -71,5 +71,5 @@ def test_fused_kernels_say_why_not() -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(OptionError, match="1d"):
+    with pytest.raises(OptionError, match="gate_rotary"):
         DMSA(24, 3, gate_rotary="1D")

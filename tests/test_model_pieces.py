@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmst.errors import OptionError
 from dmst.models import ModelConfig, model_config
 from dmst.models.class_attention import ClassAttentionBlock
-from dmst.models.feedforward import Ista
+from dmst.models.feedforward import Ista, LocalStep, MlpStep
 from dmst.models.positions import FourierPosition, LearnedPosition
 from dmst.models.residual import Residual
 from dmst.models.stems import STEMS, ConvStem
@@ -115,6 +116,32 @@ def test_the_step_of_crate_has_no_residual() -> None:
         u = F.layer_norm(w, (24,), norm.weight, norm.bias, 1e-6)
         assert relative(layer.after_feedforward, F.relu(u + 0.1 * (u @ d - u @ d.T @ d) - 0.01)) < 1e-13
         assert (layer.after_feedforward >= 0).all() and block.residual.scale is None
+
+
+@pytest.mark.parametrize("readout", ["mean", "token"])
+def test_a_local_feedforward_sees_eight_neighbours(readout: str) -> None:
+    rows, columns, told = 2, 3, config(feedforward="local", readout=readout)
+    step, plain = LocalStep(told, dtype=F64), MlpStep(told, dtype=F64)
+    assert plain.load_state_dict(step.state_dict(), strict=False).unexpected_keys == ["mlp.local.weight"]
+    first = 1 if readout == "token" else 0
+    z = torch.randn(2, first + rows * columns, 24, dtype=F64)
+    assert torch.equal(step(z, (rows, columns)), plain(z))  # a fresh one
+    nn.init.normal_(step.mlp.local.weight)
+    found = step(z, (rows, columns))
+    hidden, near = step.mlp.fc1(step.norm(z)), step.mlp.local.weight[:, 0]
+    for row in range(rows):
+        for column in range(columns):
+            n = first + row * columns + column
+            total = hidden[:, n].clone()
+            for i in (-1, 0, 1):
+                for j in (-1, 0, 1):
+                    if 0 <= row + i < rows and 0 <= column + j < columns:
+                        total += near[:, 1 + i, 1 + j] * hidden[:, first + (row + i) * columns + column + j]
+            wanted = z[:, n] + step.residual.scale * step.mlp.fc2(F.gelu(total))
+            torch.testing.assert_close(found[:, n], wanted, rtol=1e-10, atol=1e-10)
+    assert torch.equal(found[:, :first], plain(z)[:, :first])
+    with pytest.raises(OptionError, match="call the block with grid"):
+        step(z)
 
 
 @pytest.mark.parametrize("name", ["tost_tiny", "vit_tiny"])

@@ -107,7 +107,7 @@ def check_trace(model: VisionModel, x: Tensor, found: Trace) -> None:
             update = block.operator(layer.normed, grid=found.grid)
             scaled = update if block.residual.scale is None else block.residual.scale * update
             assert torch.equal(layer.z + scaled, layer.after_operator)
-            assert torch.equal(block.feedforward(layer.after_operator), layer.after_feedforward)
+            assert torch.equal(block.feedforward(layer.after_operator, found.grid), layer.after_feedforward)
     if not model.training:
         assert torch.equal(model.forward_head(model.finish(found.layers[-1].after_feedforward)), found.logits)
 

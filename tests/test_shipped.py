@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from dmst import cli, create_model
 from dmst.engine import ship
 from dmst.errors import BadFileError, OptionError
 from dmst.models import load_model, save_model, shipped
+from dmst.whole import sealed
 
 LARGEST, ALL = 12_000_000, 30_000_000
 every = pytest.mark.parametrize("name", list(shipped.SHIPPED))
@@ -73,11 +75,25 @@ def test_other_bytes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     save_model(model, tmp_path / "other", overwrite=True)
     for path in (tmp_path / "other").iterdir():
         shutil.copy(path, tmp_path / "dmst_digits" / path.name)
-    with pytest.raises(BadFileError, match="not the file that was released"):
+    with pytest.raises(BadFileError, match="not hold the files that were released"):
         shipped.pretrained("dmst_digits")
-    monkeypatch.setitem(shipped.SHIPPED, "dmst_digits", ship.digest(tmp_path / "dmst_digits"))
+    monkeypatch.setitem(shipped.SHIPPED, "dmst_digits", shipped.digest(tmp_path / "dmst_digits"))
     with pytest.raises(BadFileError, match="off what was stored"):
         shipped.verify("dmst_digits")
+
+
+def test_other_names_of_classes_and_missing_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(shipped.FOLDER / "dmst_digits", tmp_path / "dmst_digits")
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    config = tmp_path / "dmst_digits/config.json"
+    told = {key: value for key, value in json.loads(config.read_text()).items() if key != "self_sha256"}
+    config.write_bytes(sealed(told | {"label_names": told["label_names"][::-1]}))
+    assert load_model(tmp_path / "dmst_digits").class_names[0] == "9"  # a whole saved model, but not ours
+    with pytest.raises(BadFileError, match="not hold the files that were released"):
+        shipped.pretrained("dmst_digits")
+    config.unlink()
+    with pytest.raises(BadFileError, match="install the package again"):
+        shipped.pretrained("dmst_digits")
 
 
 def test_the_stated_accuracy_is_that_of_the_weights() -> None:
@@ -99,8 +115,10 @@ def test_a_saved_model_is_made_ready_to_ship(tmp_path: Path) -> None:
     save_model(create_model("tost_digits"), tmp_path / "trained")
     digest = ship.ship(tmp_path / "trained", "tost_digits", "digits", tmp_path / "out", notes=["How it was made."])
     folder = tmp_path / "out/tost_digits"
-    assert load_model(folder).class_names == tuple("0123456789") and digest == ship.digest(folder)
+    assert load_model(folder).class_names == tuple("0123456789") and digest == shipped.digest(folder)
     assert "How it was made." in (folder / "card.md").read_text()
+    assert ship.ship(tmp_path / "trained", "tost_digits", "digits", tmp_path / "out") == digest  # again, in its place
+    assert "How it was made." not in (folder / "card.md").read_text()
 
 
 def test_the_command() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import typer
@@ -16,6 +17,7 @@ def classify(
     top: int = typer.Option(5, min=1, help="How many classes to tell."),
     maps: str = typer.Option(None, metavar="DIR", help="Write a picture a photo: the memberships of every head, laid over it."),
     layer: int = typer.Option(-1, help="The layer of --maps, from 0; -1 is the last."),
+    unverified: bool = typer.Option(False, help="Take weights without hashes, such as timm writes."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object a line."),
     device: str = typer.Option("cpu", help="cpu, cuda or cuda:N."),
 ) -> None:
@@ -30,25 +32,36 @@ def classify(
     from dmst.analysis.membership import png, sheet
     from dmst.engine.classify import classify as answers
     from dmst.engine.classify import photos_in
+    from dmst.engine.distributed import joined
     from dmst.engine.prepare import weights_in
     from dmst.models import load_model, shipped
+    from dmst.whole import write_bytes
 
-    model = shipped.pretrained(weights) if weights in shipped.SHIPPED else load_model(weights_in(weights)).float()
+    if weights in shipped.SHIPPED and not Path(weights).is_dir():
+        model = shipped.pretrained(weights)
+    else:
+        model = load_model(weights_in(weights), unverified=unverified).float()
     paths, failed = photos_in(photos), 0
-    for answer in answers(model, paths, top=top, device=device, traced=maps is not None):
-        told = {"photo": str(answer.path), "top": [{"class": name, "probability": round(p, 6)} for name, p in answer.top]}
-        failed += bool(answer.problem)
-        if answer.problem:
-            told["problem"] = answer.problem
-        elif maps is not None:
-            assert answer.trace is not None and answer.image is not None
-            Path(maps).mkdir(parents=True, exist_ok=True)
-            drawn = Path(maps) / f"{answer.path.name}.png"
-            drawn.write_bytes(png(sheet(answer.trace, answer.image, layer)))
-            told["maps"] = str(drawn)
-        typer.echo(json.dumps(told, ensure_ascii=False) if as_json else _line(told))
+    pictures = _names(paths)
+    with joined(device) as group:
+        for answer in answers(model, paths, top=top, device=group.device, traced=maps is not None):
+            told = {"photo": str(answer.path), "top": [{"class": name, "probability": round(p, 6)} for name, p in answer.top]}
+            failed += bool(answer.problem)
+            if answer.problem:
+                told["problem"] = answer.problem
+            elif maps is not None:
+                assert answer.trace is not None and answer.image is not None
+                picture = png(sheet(answer.trace, answer.image, layer))
+                told["maps"] = str(write_bytes(Path(maps) / pictures[answer.path], picture))
+            typer.echo(json.dumps(told, ensure_ascii=False) if as_json else _line(told))
     if failed:
         raise typer.Exit(1)
+
+
+def _names(paths: list[Path]) -> dict[Path, str]:
+    """What each photo's picture is called: the photo's name, numbered where two have the same."""
+    count = Counter(path.name for path in paths)
+    return {path: f"{path.name}.png" if count[path.name] == 1 else f"{path.name}-{i + 1}.png" for i, path in enumerate(paths)}
 
 
 def _line(told: dict) -> str:

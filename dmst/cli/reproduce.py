@@ -35,7 +35,7 @@ def reproduce(
     A finished run is a line of the ledger; what is there is not run again. Several of these at once share the work: while one
     compiles, another keeps the device busy.
     """
-    from dmst.errors import OptionError, choose
+    from dmst.errors import DmstError, OptionError, choose
     from dmst.reproduce import figure, ledger
     from dmst.reproduce import pack as packs
     from dmst.reproduce.render import markdown, runs_of
@@ -44,8 +44,12 @@ def reproduce(
     from dmst.whole import write_text
 
     kept = Path(weights) if weights else None
+    if pack and unpack:
+        raise OptionError("--pack and --unpack are two commands: give one of them.")
     if pack:
-        typer.echo(f"{packs.pack(Path(folder), kept, Path(pack))}")
+        written = packs.pack(Path(folder), kept, Path(pack))
+        models = len(list(kept.glob("*/"))) if kept else 0
+        typer.echo(f"{written}: {len(ledger.read(Path(folder)))} runs, the weights of {models}")
         return
     if unpack:
         got = packs.unpack(Path(unpack), Path(folder), kept)
@@ -62,11 +66,19 @@ def reproduce(
     if not (table or every):
         raise OptionError("say which table: one of `dmst reproduce --list`, or --all.")
     names = list(TABLES) if every else [choose("table", table, TABLES)]
+    failed = []
     for name in names:
         if not render:
             where, source = {"data_dir": data_dir, "device": device}, {"commit": commit}
-            run_table(name, Path(folder), **where, **source, at_once=at_once, weights=kept, say=lambda text: typer.echo(text))
+            try:
+                run_table(
+                    name, Path(folder), **where, **source, at_once=at_once, weights=kept, say=lambda text: typer.echo(text)
+                )
+            except DmstError as error:  # what did run is written all the same
+                failed.append(str(error))
         lines = ledger.read(Path(folder))
         typer.echo(f"{write_text(Path(out) / f'{name}.md', markdown(name, lines))}")
         if TABLES[name].marks:
             typer.echo(f"{write_text(Path(out) / f'{name}.svg', figure.svg(name, lines))}")
+    if failed:
+        raise DmstError("\n".join(failed))

@@ -47,7 +47,10 @@ class Answer(NamedTuple):
 def photos_in(words: Sequence[str]) -> list[Path]:
     """Files as they are named; of a folder the images in it, in the order of their names."""
     found: list[Path] = []
-    for path in map(Path, words):
+    for word in words:
+        path = Path(word)
+        if not word:
+            raise OptionError("a photo's name is empty: name image files, or folders of them.")
         if path.is_dir():
             inside = sorted(each for each in path.iterdir() if each.suffix.lower() in SUFFIXES and each.is_file())
             if not inside:
@@ -65,6 +68,8 @@ def classify(
     model: VisionModel, paths: Sequence[Path], *, top: int = 5, device: torch.device | str = "cpu", traced: bool = False
 ) -> Iterator[Answer]:
     """One answer a photo, in order, as they come."""
+    if not model.config.num_classes:
+        raise OptionError("the network has no classifier (num_classes is 0): model.reset_classifier(...), then train it.")
     model = model.to(device).eval()
     dtype = next(model.parameters()).dtype
     names = model.class_names or tuple(f"class {i}" for i in range(model.config.num_classes))

@@ -9,7 +9,7 @@ entry of `SHIPPED` in dmst/models/shipped.py.
 from __future__ import annotations
 
 import argparse
-import hashlib
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,8 @@ from dmst.data.loader import EvalStream
 from dmst.data.sets import ImageSet
 from dmst.engine import prepare
 from dmst.models import VisionModel, load_model, save_model
-from dmst.models.files import WEIGHTS
-from dmst.models.shipped import ANSWERS, CARD, FOLDER, drawn
+from dmst.models.files import CONFIG, WEIGHTS
+from dmst.models.shipped import ANSWERS, CARD, FOLDER, digest, drawn
 
 BINS = 15
 
@@ -59,23 +59,21 @@ def calibration_error(logits: Tensor, right: Tensor) -> float:
 
 
 def ship(source: str | Path, name: str, data: str, out: Path, *, data_dir: str | None = None, notes: Sequence[str] = ()) -> str:
-    """Write out/<name>; returns the sha256 of its weights."""
+    """Write out/<name>, whole or not at all; returns its entry of SHIPPED."""
     model = load_model(prepare.weights_in(source))
     image_set = catalog.open_set(data, "test", data_dir=data_dir)
     model.config = replace(model.config, name=name)
     model.class_names = model.class_names or image_set.classes
-    folder = save_model(model.half(), out / name, overwrite=True)
-    model = load_model(folder).float()
+    with tempfile.TemporaryDirectory() as room:
+        half = save_model(model.half(), Path(room) / name)
+        files = {file: (half / file).read_bytes() for file in (WEIGHTS, CONFIG)}
+        model = load_model(half).float()
     images = drawn(model.config.in_chans, *model.config.img_size)  # type: ignore[misc]
     with torch.no_grad():
         stored = {"images": images, "logits": model(images)}
-    (folder / ANSWERS).write_bytes(safetensors.torch.save(stored))
-    whole.write_text(folder / CARD, card(model, image_set, measure(model, image_set), notes))
-    return digest(folder)
-
-
-def digest(folder: Path) -> str:
-    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+    told = card(model, image_set, measure(model, image_set), notes)
+    files |= {ANSWERS: safetensors.torch.save(stored), CARD: told.encode()}
+    return digest(whole.write_folder(out / name, files))
 
 
 def card(model: VisionModel, image_set: ImageSet, found: Measured, notes: Sequence[str]) -> str:

@@ -354,8 +354,7 @@ class _Loop:
 
     def _chosen(self) -> str:
         """Which weights final/ holds, and which decide what is best."""
-        asked = self.recipe.run.final
-        return asked if asked != "auto" else "model" if self.work.mean is None else "ema"
+        return self.work.choice
 
     # --- keeping -----------------------------------------------------------------------------------------------------
 

@@ -74,6 +74,16 @@ class Work:
         self._ahead: tuple[Iterator[Batch], Batch] | None = None  # the next batch, and where it comes from
         self._replay: tuple[Callable[[], None], Callable[[], None]] | None = None
 
+    @property
+    def choice(self) -> str:
+        """Which weights a run ends in: those of the last step, or their running mean."""
+        asked = self.recipe.run.final
+        return asked if asked != "auto" else "model" if self.mean is None else "ema"
+
+    @property
+    def final(self) -> VisionModel:
+        return self.model if self.choice == "model" or self.mean is None else self.mean.model
+
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def step(self, step: int, batches: Iterator[Batch], count: float, lr_factor: float, indices: Callable[[], Any]) -> Told:

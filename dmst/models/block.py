@@ -37,11 +37,11 @@ class Block(nn.Module):
 
     def forward(self, z: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         z = self.residual(z, self.operator(self.norm(z), grid=grid))
-        return self.feedforward(z)
+        return self.feedforward(z, grid)
 
     def trace(self, z: Tensor, grid: tuple[int, int] | None = None) -> LayerTrace:
         """The same two lines, with what the operator computed beside them."""
         normed = self.norm(z)
         after_operator = self.residual(z, self.operator(normed, grid=grid))
         parts = self.operator.decompose(normed, grid=grid)
-        return LayerTrace(z, normed, parts, after_operator, self.feedforward(after_operator))
+        return LayerTrace(z, normed, parts, after_operator, self.feedforward(after_operator, grid))

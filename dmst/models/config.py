@@ -6,6 +6,7 @@ stem          conv          3x3 convolutions of stride 2 with batch norm (XCiT, 
 position      fourier       fixed waves of row and column, one linear map; any grid (XCiT, ToST)
               learned       one vector per place, resized to other grids (ViT, CRATE)
 feedforward   mlp           z + scale mlp(norm z)
+              local         the same, its hidden channels also seeing the eight neighbours of a patch
               ista          one proximal step of sparse coding, no residual (CRATE)
 readout       class_attention   the blocks see patches only; a class token then looks at them `readout_depth` times
               token             the class token goes through the blocks
@@ -94,6 +95,7 @@ class ModelConfig:
                 )
         if self.readout == "token" and "2d" in (
             self.operator_options.get("rotary"),
+            self.operator_options.get("gate_rotary"),
             self.operator_options.get("position_scores"),
         ):
             raise OptionError("2d positions need a grid of patches alone, and readout 'token' puts a class token among them.")

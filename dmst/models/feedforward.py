@@ -1,6 +1,8 @@
 """Feed-forwards: tokens to tokens, each with its own norm and residual, because CRATE's step has none.
 
 mlp     z + scale * W2 gelu(W1 norm(z))
+local   z + scale * W2 gelu(h + 3x3(h)),   h = W1 norm(z): each hidden channel also sees its eight neighbours on the patch grid,
+        a depthwise convolution that starts at 0, so a fresh one is the mlp. A class token has no neighbours.
 ista    relu(x + eta (D^T x - D^T D x) - eta lambda),   x = norm(z): one proximal gradient step of sparse coding in D
 """
 
@@ -12,11 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmst.errors import OptionError
 from dmst.models.linear import Linear
 from dmst.models.residual import Residual
 
 if TYPE_CHECKING:
     from dmst.models.config import ModelConfig
+
+Grid = tuple[int, int] | None
 
 
 class Mlp(nn.Module):
@@ -29,19 +34,46 @@ class Mlp(nn.Module):
         self.fc2 = Linear(hidden, config.dim, **factory)
         self.drop = nn.Dropout(config.proj_drop_rate)
 
-    def forward(self, z: Tensor) -> Tensor:
+    def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
         return self.drop(self.fc2(self.drop(F.gelu(self.fc1(z)))))
 
 
+class LocalMlp(Mlp):
+    def __init__(self, config: ModelConfig, **factory: Any) -> None:
+        super().__init__(config, **factory)
+        width = self.fc1.out_features
+        self.prefix = config.prefix
+        self.local = nn.Conv2d(width, width, 3, padding=1, groups=width, bias=False, **factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.local.weight)
+
+    def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
+        if grid is None:
+            raise OptionError("feedforward 'local' looks at neighbours: call the block with grid=(rows, columns).")
+        hidden = self.fc1(z)  # (b, prefix + n, hidden)
+        patches = hidden[:, self.prefix :]
+        near = self.local(patches.unflatten(1, grid).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
+        hidden = torch.cat((hidden[:, : self.prefix], patches + near), 1) if self.prefix else patches + near
+        return self.drop(self.fc2(self.drop(F.gelu(hidden))))
+
+
 class MlpStep(nn.Module):
+    map: type[Mlp] = Mlp
+
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.dim, eps=1e-6, **factory)
-        self.mlp = Mlp(config, **factory)
+        self.mlp = self.map(config, **factory)
         self.residual = Residual(config.dim, config.layer_scale, config.drop_path_rate, **factory)
 
-    def forward(self, z: Tensor) -> Tensor:
-        return self.residual(z, self.mlp(self.norm(z)))
+    def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
+        return self.residual(z, self.mlp(self.norm(z), grid))
+
+
+class LocalStep(MlpStep):
+    map = LocalMlp
 
 
 class Ista(nn.Module):
@@ -57,10 +89,10 @@ class Ista(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.kaiming_uniform_(self.dictionary)
 
-    def forward(self, z: Tensor) -> Tensor:
+    def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
         x = self.norm(z)
         misfit = x - F.linear(x, self.dictionary)  # x - D x
         return F.relu(x + self.step_size * (F.linear(misfit, self.dictionary.mT) - self.sparsity))
 
 
-FEEDFORWARDS: dict[str, type[MlpStep | Ista]] = {"mlp": MlpStep, "ista": Ista}
+FEEDFORWARDS: dict[str, type[MlpStep | Ista]] = {"mlp": MlpStep, "local": LocalStep, "ista": Ista}

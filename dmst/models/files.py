@@ -26,7 +26,7 @@ from torch import Tensor
 
 import dmst
 from dmst import whole
-from dmst.errors import BadFileError, OptionError
+from dmst.errors import BadFileError, OptionError, shown
 from dmst.models.config import ModelConfig
 from dmst.models.preprocessing import pretrained_cfg
 from dmst.models.vision import VisionModel
@@ -56,10 +56,11 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
         raise OptionError(
             "the model is on the meta device and has no values to save: model.to_empty(...), then load or init_weights."
         )
-    if model.class_names and len(model.class_names) != model.config.num_classes:
-        raise OptionError(
-            f"class_names has {len(model.class_names)} names for {model.config.num_classes} classes: set it anew."
-        )
+    names = model.class_names
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"class_names is {shown(names)}: it must be a tuple of text, one a class, or ().")
+    if names and len(names) != model.config.num_classes:
+        raise OptionError(f"class_names has {len(names)} names for {model.config.num_classes} classes: set it anew.")
     _plain(model.config)
     tensors = _tensors_of(model)
     try:

@@ -48,9 +48,9 @@ class TokenStatistics(Operator):
         for name, value in (("membership_bias", membership_bias), ("token_sparse_rescale", form.token_sparse_rescale)):
             flag(name, value)
         flag("normalize_tokens", form.normalize_tokens)
-        for kind in (form.rotary, form.gate_rotary):
-            if kind is not None:
-                rotary.check(kind, dim)
+        rotary.check(form.rotary, dim)
+        if form.gate_rotary is not None:
+            rotary.check(form.gate_rotary, dim, "gate_rotary")
         factory = {"device": device, "dtype": dtype}
         tied, proximal = form.mode != "listing", form.mode == "proximal"
         self.form = form

@@ -14,7 +14,7 @@ from dmst.reproduce import ledger
 from dmst.reproduce.render import runs_of
 from dmst.reproduce.tables import TABLES, Cell
 
-LEFT, WIDTH, ROW, TOP, BOTTOM = 210, 760, 22, 34, 48
+LEFT, WIDTH, ROW, TOP, BOTTOM = 290, 840, 22, 34, 48
 MARKS = ("#0072B2", "#D55E00")  # of the two cells whose means are drawn through all rows
 STYLE = (
     "text{font:13px sans-serif;fill:#222}.small{font-size:12px;fill:#555}.grid{stroke:#e4e4e4}.mean{stroke:#222;stroke-width:2}"

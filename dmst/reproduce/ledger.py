@@ -33,11 +33,15 @@ KEYS = (
 
 def read(folder: Path) -> list[Line]:
     """Every run of every file, files in the order of their names."""
-    return [line for path in sorted(folder.glob("*.jsonl")) for line in parse(path.read_text(encoding="utf-8"), str(path))]
+    return [line for path in sorted(folder.glob("*.jsonl")) for line in parse(path.read_bytes(), str(path))]
 
 
-def parse(text: str, where: str) -> list[Line]:
+def parse(raw: bytes, where: str) -> list[Line]:
     """The runs of one file; `where` is what messages call it."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadFileError(f"{where} is damaged: {error}. Bring it back from the repository.") from error
     found = []
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
@@ -65,9 +69,11 @@ def add(path: Path, line: Line) -> None:
     with path.open("ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # several processes may share a device
         file.seek(0)
-        whole = file.read().rfind(b"\n") + 1
-        file.truncate(whole)  # without what a kill cut off
-        file.write((json.dumps(line, allow_nan=False) + "\n").encode())
+        text = file.read()
+        whole = text.rfind(b"\n") + 1
+        kept = bool(text[whole:]) and bool(parse(text[whole:], str(path)))  # a whole run that lacks nothing but its end
+        file.truncate(len(text) if kept else whole)  # without what a kill cut off
+        file.write(b"\n" * kept + (json.dumps(line, allow_nan=False) + "\n").encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -83,10 +89,15 @@ def claimed(folder: Path, config: str) -> Iterator[bool]:
         except BlockingIOError:
             yield False
             return
+        try:  # the file of somebody who has just finished is no longer the one that others will lock
+            mine = path.stat().st_ino == os.fstat(file.fileno()).st_ino
+        except FileNotFoundError:
+            mine = False
         try:
-            yield True
+            yield mine
         finally:
-            path.unlink(missing_ok=True)  # whoever opened it meanwhile finds the runs in the ledger
+            if mine:
+                path.unlink(missing_ok=True)
 
 
 def config_of(recipe: Recipe) -> str:

@@ -37,6 +37,8 @@ def pack(folder: Path, weights: Path | None, out: Path) -> Path:
     ledger.read(folder)  # a damaged one is not carried on
     paths = {f"ledger/{path.name}": path for path in sorted(folder.glob("*.jsonl"))}
     if weights is not None:
+        if not any(weights.glob("*/*")):
+            raise OptionError(f"{weights} holds no weights of runs: leave --weights out, or name the folder that does.")
         paths |= {f"weights/{path.parent.name}/{path.name}": path for path in sorted(weights.glob("*/*"))}
     if not paths:
         raise OptionError(f"{folder} holds no ledger: nothing to pack.")
@@ -52,29 +54,35 @@ def pack(folder: Path, weights: Path | None, out: Path) -> Path:
 
 
 def unpack(source: Path, folder: Path, weights: Path | None) -> Unpacked:
-    """What `source` carries and `folder` and `weights` lack."""
+    """What `source` carries and `folder` and `weights` lack; of two runs of one config and seed the first counts."""
     files = _read(source)
     new: dict[str, list[ledger.Line]] = {}
-    have = {(line["config"], line["seed"]) for line in (ledger.read(folder) if folder.is_dir() else [])}
+    mine = {(line["config"], line["seed"]): line for line in (ledger.read(folder) if folder.is_dir() else [])}
+    foreign: set[str] = set()  # weights of runs that are here already, as other runs
     models: dict[str, dict[str, bytes]] = {}
     for name, raw in files.items():
         kind, _, rest = name.partition("/")
         if kind == "ledger":
-            lines = ledger.parse(raw.decode("utf-8"), f"{source}: {name}")
-            new[rest] = [line for line in lines if (line["config"], line["seed"]) not in have]
+            for line in ledger.parse(raw, f"{source}: {name}"):
+                which = line["config"], line["seed"]
+                if which not in mine:
+                    new.setdefault(rest, []).append(line)
+                    mine[which] = line
+                elif mine[which] != line:
+                    foreign.add(f"{which[0]}-{which[1]}")
         else:
-            which, _, file = rest.partition("/")
-            models.setdefault(which, {})[file] = raw
+            run, _, file = rest.partition("/")
+            models.setdefault(run, {})[file] = raw
     if models and weights is None:
         raise OptionError(f"{source} carries the weights of {len(models)} runs: say where they go with --weights DIR.")
     for file, lines in new.items():
         for line in lines:
             ledger.add(folder / file, line)
     placed = 0
-    for which, its_files in models.items():
+    for run, its_files in models.items():
         assert weights is not None
-        if not (weights / which).exists():
-            write_folder(weights / which, its_files)
+        if run not in foreign and not (weights / run).exists():
+            write_folder(weights / run, its_files)
             placed += 1
     return Unpacked(sum(map(len, new.values())), placed)
 
@@ -91,8 +99,10 @@ def _read(source: Path) -> dict[str, bytes]:
         told = json_object(index, raw, "the index of a pack")
         check_seal(index, told, raw)
         parts = [read(source / part["name"], part["size"]) for part in told["parts"] if _checked(part, r"part-\d{3,}", index)]
-    except FileNotFoundError as error:
-        raise BadFileError(f"{error.filename} is missing: bring every part of the pack, and its {INDEX}.") from error
+    except OSError as error:
+        raise BadFileError(
+            f"{error.filename} cannot be read ({error.strerror}): bring every part of the pack, and its {INDEX}."
+        ) from error
     for part, data in zip(told["parts"], parts, strict=True):
         if _told(part["name"], data) != part or not data.startswith(MAGIC):
             raise BadFileError(f"{source / part['name']} is damaged: it has not the sha256 of the index. Bring it again.")

@@ -49,14 +49,17 @@ def by_layer(name: str, runs: dict[str, list[ledger.Line]]) -> list[str]:
         found = [line["metrics"].get("layers", {}).get(name) for line in lines]
         if found and all(found):
             columns = zip(*([len(x) if isinstance(x, list) else x for x in each] for each in found), strict=True)
-            rows[cell] = [statistics.fmean(column) for column in columns]
+            rows[cell] = [math.nan if None in column else statistics.fmean(column) for column in columns]
     if not rows:
         return []
     depth = max(map(len, rows.values()))
     scale = 100 if LAYERS[name].endswith("%") else 1
     out = ["", f"## {LAYERS[name]}, by layer", "", "| | " + " | ".join(str(i + 1) for i in range(depth)) + " |"]
     out += ["|---" * (depth + 1) + "|"]
-    return out + [f"| {cell} | {' | '.join(f'{scale * x:.1f}' for x in values)} |" for cell, values in rows.items()]
+    return out + [
+        f"| {cell} | {' | '.join('-' if math.isnan(x) else f'{scale * x:.1f}' for x in values)} |"
+        for cell, values in rows.items()
+    ]
 
 
 def runs_of(table: Table, cell: Cell, lines: Sequence[ledger.Line]) -> dict[int, ledger.Line]:

@@ -63,12 +63,15 @@ def run_table(
         for cell in table.cells:
             config = ledger.config_of(table.recipe_of(cell, 0))
             with ledger.claimed(folder, config) as mine:
-                seeds = dict(missing(table, ledger.read(folder))).get(cell, []) if mine else []
+                seeds = dict(missing(table, ledger.read(folder))).get(cell, [])
+                if seeds and not mine:
+                    say(f"{name}: {cell.name}: another process is at it")
+                    continue
                 try:
                     for some in (seeds[i : i + at_once] for i in range(0, len(seeds), at_once)):
                         _run(name, cell, some, folder, data_dir, group, provenance.commit(commit), weights, say)
-                except DmstError as error:
-                    failed.append(f"{cell.name}: {error}")
+                except Exception as error:  # compilers and devices fail in many ways
+                    failed.append(f"{cell.name}: {'' if isinstance(error, DmstError) else type(error).__name__ + ': '}{error}")
                     say(f"{name}: {failed[-1]}")
     if failed:
         raise DmstError(f"{len(failed)} of {len(table.cells)} cells of {name} failed: " + " | ".join(failed))
@@ -88,7 +91,7 @@ def _run(
     for seed, recipe, result in zip(seeds, recipes, results, strict=True):
         line = {
             "table": name, "cell": cell.name, "seed": seed, "config": ledger.config_of(recipe),
-            "recipe": table.recipe, "changes": table.changes_of(cell, seed), "data": data_of(sets),
+            "recipe": cell.recipe or table.recipe, "changes": table.changes_of(cell, seed), "data": data_of(sets),
             "commit": commit, "device": provenance.device_name(group.device),
             "versions": provenance.versions(), "date": datetime.date.today().isoformat(),
             "seconds": round(seconds, 1), **result,
@@ -125,13 +128,13 @@ def train_several(
     results = [judged(run, sets, group, loss) for run, loss in zip(runs, losses, strict=True)]
     for run, each in zip(runs, recipes, strict=True):
         if weights is not None:
-            save_model(run.work.model, weights / f"{ledger.config_of(each)}-{each.run.seed}", overwrite=True)
+            save_model(run.work.final, weights / f"{ledger.config_of(each)}-{each.run.seed}", overwrite=True)
     return results
 
 
 def judged(run: several.Run, sets: prepare.Sets, group: Group, train_loss: float) -> dict[str, Any]:
     assert sets.eval is not None
-    model, recipe = run.work.model, run.work.recipe
+    model, recipe = run.work.final, run.work.recipe
     size = min(1000, len(sets.eval))
     stream = EvalStream(sets.eval, prepare.view_of(model, recipe.data.crop_pct), batch_size=size, device=group.device)
     score = evaluate(model, stream, group, amp=recipe.run.amp)

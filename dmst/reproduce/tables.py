@@ -150,7 +150,7 @@ def _main() -> Table:
                 cells.append(Cell(name, changes, paper, 1, published, whole, first))
     note = (
         "Published baseline: ToST by its own authors. Each row is a recipe that ships; they want ImageNet-1K and weeks of a "
-        "GPU, and have not been run."
+        "GPU, and have not been run. Fine-tuning starts from what `dmst train imagenet_...` leaves in runs/."
     )
     return Table("ImageNet-1K, and transfer from it", "imagenet_tost_tiny", tuple(cells), "", changes=(), notes=(note,))
 
