@@ -100,7 +100,9 @@ def _compute_factors(
 
 def _grid(grid: tuple[int, int] | None, n: int) -> tuple[int, int]:
     if grid is None:
-        raise ShapeError("rotary='2d' needs grid=(rows, columns) of the tokens: pass grid to the operator, or use rotary='1d'.")
+        raise ShapeError(
+            "mode '2d' of rotary needs grid=(rows, columns) of the tokens: pass grid to the operator, or use '1d'."
+        )
     rows, columns = _sides(grid)
     if rows * columns != n:
         raise ShapeError(f"grid is {rows} x {columns} = {rows * columns} tokens, but z has {n}: they must be equal.")
