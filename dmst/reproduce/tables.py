@@ -70,7 +70,7 @@ def _sparsity(data: str, recipe: str, printed: dict[str, float]) -> Table:
 
 
 PRINTED = {"sigmoid": 60.92, "relu": 61.27, "gelu": 61.11, "sparsemax": 61.30}
-# the mean size of an untrained gate, test images and five seeds, is .50, .078, .081 and 1/4: the first brings each to 1/4
+# the mean size of an untrained gate is .50, .078, .081 and 1/4 (test_reproduce.py): the first scale brings each to 1/4
 SCALE = {"sigmoid": (0.5,), "relu": (3.2, 32.0), "gelu": (3.1, 32.0)}
 
 
@@ -90,8 +90,8 @@ def _gates() -> Table:
         (*as_printed, *scaled),
         "sparsemax, as printed",
         notes=(
-            "Untrained, the size of the gate is .50 (sigmoid), .078 (relu, half of the heads closed), .081 (gelu) and 1/4 "
-            "(sparsemax; mean over layers, 64 test images, 5 seeds): as printed they start six times apart. `x 0.5`, `x 3.2` "
+            "Untrained, the size of the gate is about .50 (sigmoid), .08 (relu, half of the heads closed; gelu) and 1/4 "
+            "(sparsemax; mean over layers, checked by a test): as printed they start six times apart. `x 0.5`, `x 3.2` "
             "and `x 3.1` bring each to 1/4; `x 32` is ten times too much, and shows what that does.",
         ),
         layers=("zero_gates",),
