@@ -162,6 +162,11 @@ PAIRS = tuple(
         "DMSA, positions for the membership alone", "TSSA, position scores 1d", "DMSA, 8 heads", "DMSA, proximal",
         "MHSA, matched parameters",
     )
+) + (
+    ("DMSA, positions for the gate alone", "DMSA, rotary none"),
+    ("DMSA, positions for the membership alone", "DMSA, rotary none"),
+    ("DMSA, uniform gate", "DMSA, no positions, uniform gate"),
+    ("DMSA, rotary none", "DMSA, no positions, uniform gate"),
 )  # fmt: skip
 
 TABLES = {
