@@ -160,3 +160,29 @@ def test_a_traced_evaluation_uses_the_basis_too(way: str) -> None:
     else:
         traced = torch.export.export(operator, (z,)).module()
     torch.testing.assert_close(traced(z), operator(z), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [0.02, 0.15])
+def test_settling_is_gram_schmidt_by_products_alone(size: float) -> None:
+    """What a CUDA graph can hold in place of a QR, for matrices that a step has moved: |W W^T - I| of 0.05 and 0.4."""
+    torch.manual_seed(0)
+    layers = [orthonormal.OrthonormalLinear(d, d, bias=False, dtype=torch.float64) for d in (48, 192, 48)]
+    expected = []
+    with torch.no_grad():
+        for layer in layers:
+            moved = torch.linalg.qr(torch.randn_like(layer.weight))[0]
+            layer.weight.add_(moved, alpha=size)
+            expected.append(orthonormal.orthonormal_rows(layer.weight))
+    orthonormal.settle_(layers)
+    for layer, right in zip(layers, expected, strict=True):
+        assert (layer.weight - right).abs().max() < 1e-12
+
+
+def test_settling_reaches_what_is_taken_as_orthonormal() -> None:
+    torch.manual_seed(0)
+    layer = orthonormal.OrthonormalLinear(192, 192, bias=False)
+    with torch.no_grad():
+        layer.weight.add_(torch.randn(192, 192).sign(), alpha=1e-3)  # a step of AdamW
+    assert not orthonormal.is_orthonormal(layer.weight)
+    orthonormal.settle_([layer])
+    assert orthonormal.is_orthonormal(layer.weight)

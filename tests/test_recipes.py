@@ -79,6 +79,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "ablation_cifar10": ABLATION | {"data.name": "cifar10"},
     "ablation_svhn": ABLATION | {"data.name": "svhn", "augment.flip": 0},
     "cifar10": {"model.name": "dmst_cifar", "data.name": "cifar10", "run.amp": "bf16"},
+    "search_cifar10": {"model.name": "dmst_cifar", "data.name": "cifar10", "data.holdout": 0.1, "run.amp": "bf16"},
     "finetune": {"model.name": "dmst_small", "augment.flip": 0.5, "augment.mixup": 0},
     # what `dmst demo` runs
     "digits": {

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from dmst import cli
 from dmst.engine import prepare
+from dmst.engine.console import Quiet, in_words, remaining
 from dmst.engine.distributed import Group
 from dmst.engine.recipe import read_recipe
 from dmst.errors import BadFileError, DmstError, OptionError
@@ -245,9 +246,30 @@ def test_a_cell_is_compiled_once_for_all_its_seeds(tiny: None, monkeypatch: pyte
         assert len(seen) == 2, cell  # the network, and the making of batches
 
 
+class Said(Quiet):
+    """What is said, without which runs begin; and that every step is told of."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines = lines
+
+    def say(self, text: str) -> None:
+        if not text.endswith(" at once"):
+            self.lines.append(text)
+
+    def begin(self, done: int, steps: int) -> None:
+        self.done = done
+
+    def step(self, done: int, steps: int, values: dict[str, Any]) -> None:
+        assert done == self.done + 1 and in_words(values) and remaining(done, steps, values)
+        self.done, self.steps = done, steps
+
+    def end(self) -> None:
+        assert self.done == self.steps
+
+
 def test_only_what_is_missing_is_run(tiny: None, tmp_path: Path) -> None:
     said: list[str] = []
-    options: dict[str, Any] = {"data_dir": None, "device": "cpu", "commit": "abc", "say": said.append}
+    options: dict[str, Any] = {"data_dir": None, "device": "cpu", "commit": "abc", "watch": Said(said)}
     ledger.add(tmp_path / "other.jsonl", line("TSSA", 1, 0.5))
     with ledger.claimed(tmp_path, ledger.config_of(TINY.recipe_of(TINY.cells[1], 0))) as mine:
         assert mine
@@ -278,7 +300,7 @@ def test_a_cell_may_have_a_recipe_of_its_own_and_ends_as_it_says(tmp_path: Path,
     ]
     table = Table("Of another recipe", "cifar10", tuple(cells), "last", changes=TINY.changes)
     monkeypatch.setitem(TABLES, "own", table)
-    options: dict[str, Any] = {"data_dir": None, "device": "cpu", "commit": "abc", "say": lambda text: None}
+    options: dict[str, Any] = {"data_dir": None, "device": "cpu", "commit": "abc"}
     run.run_table("own", tmp_path, **options, at_once=1, weights=tmp_path / "weights")
     lines = ledger.read(tmp_path)
     assert [each["recipe"] for each in lines] == ["digits", "digits"]
@@ -301,7 +323,7 @@ def test_a_cell_that_fails_costs_the_others_nothing(tiny: None, tmp_path: Path, 
     monkeypatch.setattr(run, "train_several", some_fail)
     said: list[str] = []
     with pytest.raises(DmstError, match=r"2 of 3 cells of tiny failed: DMSA: no \| MHSA: RuntimeError: the compiler"):
-        run.run_table("tiny", tmp_path, data_dir=None, device="cpu", commit="abc", at_once=3, say=said.append)
+        run.run_table("tiny", tmp_path, data_dir=None, device="cpu", commit="abc", at_once=3, watch=Said(said))
     assert {each["cell"] for each in ledger.read(tmp_path)} == {"TSSA"} and "tiny: DMSA: no" in said
     command = ["reproduce", "tiny", "--device", "cpu", "--ledger", str(tmp_path), "--out", str(tmp_path / "out")]
     told = CliRunner().invoke(cli.app, command)

@@ -35,6 +35,7 @@ def reproduce(
     A finished run is a line of the ledger; what is there is not run again. Several of these at once share the work: while one
     compiles, another keeps the device busy.
     """
+    from dmst.engine.console import watcher
     from dmst.errors import DmstError, OptionError, choose
     from dmst.reproduce import figure, ledger
     from dmst.reproduce import pack as packs
@@ -71,9 +72,7 @@ def reproduce(
         if not render:
             where, source = {"data_dir": data_dir, "device": device}, {"commit": commit}
             try:
-                run_table(
-                    name, Path(folder), **where, **source, at_once=at_once, weights=kept, say=lambda text: typer.echo(text)
-                )
+                run_table(name, Path(folder), **where, **source, at_once=at_once, weights=kept, watch=watcher())
             except DmstError as error:  # what did run is written all the same
                 failed.append(str(error))
         lines = ledger.read(Path(folder))

@@ -88,3 +88,22 @@ def in_words(values: dict[str, Any]) -> str:
 def remaining(done: int, steps: int, values: dict[str, Any]) -> str:
     seconds = int((steps - done) * values["seconds"])
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+class Clock:
+    """Seconds a step, a running mean over about twenty; what is not training is left out."""
+
+    def __init__(self) -> None:
+        self._laps, self._mean, self._then = 0, 0.0, time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        took, self._then = now - self._then, now
+        self._laps += 1
+        if self._laps <= 2:  # the first step warms everything up: it says nothing about the others
+            self._mean = took
+        self._mean += 0.05 * (took - self._mean)
+        return self._mean
+
+    def skip(self) -> None:
+        self._then = time.perf_counter()

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmst import watched
 from dmst.engine.muon import Muon
 from dmst.engine.sections import Recipe, Schedule
 from dmst.models import VisionModel
-from dmst.operators.orthonormal import OrthonormalLinear
+from dmst.operators.orthonormal import OrthonormalLinear, settle_
 
 
 def lr_factor(step: int, steps: int, steps_per_epoch: int, schedule: Schedule, peak: float) -> float:
@@ -126,10 +127,12 @@ class Mean:
 
 def retract(*models: nn.Module) -> None:
     """Orthonormal matrices back onto their manifold, which a step leaves."""
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, OrthonormalLinear):
-                module.retract_()
+    layers = [module for model in models for module in model.modules() if isinstance(module, OrthonormalLinear)]
+    if layers and watched.recorded(layers[0].weight):
+        settle_(layers)
+    else:
+        for layer in layers:
+            layer.retract_()
 
 
 @torch.no_grad()

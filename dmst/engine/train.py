@@ -18,7 +18,6 @@ import os
 import platform
 import re
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,7 +36,7 @@ from dmst import provenance, whole
 from dmst.data.loader import EvalStream, Place, TrainStream
 from dmst.engine import journal, prepare
 from dmst.engine.checkpoint import Snapshot
-from dmst.engine.console import Quiet
+from dmst.engine.console import Clock, Quiet
 from dmst.engine.distributed import Group, joined
 from dmst.engine.evaluate import Score, evaluate
 from dmst.engine.folder import RunFolder
@@ -271,7 +270,7 @@ class _Loop:
         peak = self.recipe.optim.lr * self.recipe.lr_scale
         batches = stream.batches(self.step, self.steps)
         every = max(1, stream.steps_per_epoch // 20)
-        clock = _Clock()
+        clock = Clock()
         while self.step < self.steps:
             step = self.step
             factor = lr_factor(step, self.steps, stream.steps_per_epoch, self.recipe.schedule, peak)
@@ -449,25 +448,6 @@ class _Loop:
         self._stop = number
         with suppress(RuntimeError):  # in the middle of another line
             self.watch.say("Stopping after this step; again to stop at once.")
-
-
-class _Clock:
-    """Seconds a step, a running mean over about twenty; what is not training is left out."""
-
-    def __init__(self) -> None:
-        self._laps, self._mean, self._then = 0, 0.0, time.perf_counter()
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        took, self._then = now - self._then, now
-        self._laps += 1
-        if self._laps <= 2:  # the first step warms everything up: it says nothing about the others
-            self._mean = took
-        self._mean += 0.05 * (took - self._mean)
-        return self._mean
-
-    def skip(self) -> None:
-        self._then = time.perf_counter()
 
 
 @contextmanager

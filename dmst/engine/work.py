@@ -272,7 +272,7 @@ class Work:
         state += [] if self.mean is None else list(self.mean.model.state_dict().values())
         half = recorded(first, state, self.group.device)
         torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])  # recorded, not computed so far
-        self._replay = half, (self._move if self.tied else recorded(self._move, state, self.group.device))
+        self._replay = half, recorded(self._move, state, self.group.device)
 
 
 def recorded(call: Callable[[], None], state: list[Tensor], device: torch.device) -> Callable[[], None]:

@@ -8,11 +8,13 @@ Saving, loading and `eval()` leave the stored matrix alone, so how often a run, 
 evaluated does not bend it; a state dict holds the parameter itself, as tools that average state dicts need. `save_model` writes
 the retracted matrix. A traced graph cannot look at values: it holds Gram-Schmidt itself and retracts nothing, so call
 `retract_()` after the steps of a compiled training, which also makes evaluation quick. A CUDA graph of a training step cannot
-look either and takes the matrix as it is: there `retract_()` after each step is a must. All in float32 or wider.
+look either and takes the matrix as it is: there a retraction after each step is a must. `settle_` is one that a graph can hold:
+products alone, all matrices of one shape at once, for matrices that a step has moved a little. All in float32 or wider.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,6 +81,29 @@ class _OnManifold(torch.autograd.Function):
             product = h @ w.mT
             below = product.tril()
             return (h - (below + below.tril(-1).mT) @ w).to(weight.dtype)
+
+
+SETTLINGS = 7  # from |E| = 0.4, more than a step of any sane learning rate leaves, to rounding
+
+
+@torch.no_grad()
+def settle_(layers: Sequence[OrthonormalLinear]) -> None:
+    """Gram-Schmidt on the rows of nearly orthonormal matrices, in place: W <- (I - low(E)) W, E = W W^T - I, again and again.
+
+    low takes what is below the diagonal and half of what is on it. Each pass multiplies by a lower triangle and leaves an error
+    of order E^2; so the limit is the one orthonormal matrix that a lower triangle reaches, which is Gram-Schmidt's.
+    """
+    shapes: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+    for layer in layers:
+        shapes.setdefault((layer.weight.shape, layer.weight.dtype), []).append(layer.weight)
+    for (shape, dtype), weights in shapes.items():
+        w = torch.stack(weights).to(torch.promote_types(dtype, torch.float32))
+        with without_autocast(w):
+            unit = torch.eye(shape[0], dtype=w.dtype, device=w.device)
+            for _ in range(SETTLINGS):
+                error = w @ w.mT - unit
+                w = w - (error.tril(-1) + 0.5 * error * unit) @ w
+        torch._foreach_copy_(weights, list(w.to(dtype).unbind()))
 
 
 def orthonormal_rows(weight: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from dmst import provenance
 from dmst.analysis import probes
 from dmst.data.loader import EvalStream
 from dmst.engine import prepare, several
+from dmst.engine.console import Clock, Quiet
 from dmst.engine.distributed import Group, joined
 from dmst.engine.evaluate import evaluate
 from dmst.engine.optim import lr_factor
@@ -50,14 +52,14 @@ def run_table(
     at_once: int,
     commit: str | None,
     weights: Path | None = None,
-    say: Callable[[str], None],
+    watch: Quiet | None = None,
 ) -> None:
     """Every missing run of a table into its file of the ledger, but for cells that another process is at.
 
     The networks are saved in `weights`, if given, each in a folder named by its config and seed. A cell that fails is told of
     when the others are done: it costs them nothing.
     """
-    table = TABLES[name]
+    table, watch = TABLES[name], watch or Quiet()
     failed = []
     with joined(device) as group:
         for cell in table.cells:
@@ -65,28 +67,29 @@ def run_table(
             with ledger.claimed(folder, config) as mine:
                 seeds = dict(missing(table, ledger.read(folder))).get(cell, [])
                 if seeds and not mine:
-                    say(f"{name}: {cell.name}: another process is at it")
+                    watch.say(f"{name}: {cell.name}: another process is at it")
                     continue
                 try:
                     for some in (seeds[i : i + at_once] for i in range(0, len(seeds), at_once)):
-                        _run(name, cell, some, folder, data_dir, group, provenance.commit(commit), weights, say)
+                        _run(name, cell, some, folder, data_dir, group, provenance.commit(commit), weights, watch)
                 except Exception as error:  # compilers and devices fail in many ways
                     failed.append(f"{cell.name}: {'' if isinstance(error, DmstError) else type(error).__name__ + ': '}{error}")
-                    say(f"{name}: {failed[-1]}")
+                    watch.say(f"{name}: {failed[-1]}")
     if failed:
         raise DmstError(f"{len(failed)} of {len(table.cells)} cells of {name} failed: " + " | ".join(failed))
 
 
 def _run(
     name: str, cell: Cell, seeds: Sequence[int], folder: Path, data_dir: str | None, group: Group, commit: str,
-    weights: Path | None, say: Callable[[str], None],
+    weights: Path | None, watch: Quiet,
 ) -> None:  # fmt: skip
     """Some seeds of a cell at once, and their lines."""
     table = TABLES[name]
     recipes = [table.recipe_of(cell, seed) for seed in seeds]
     began = time.monotonic()
     sets = prepare.open_sets(recipes[0], data_dir=data_dir)
-    results = train_several(recipes, sets, group, weights)
+    watch.say(f"{name}: {cell.name}, {len(seeds)} runs at once")
+    results = train_several(recipes, sets, group, weights, watch)
     seconds = (time.monotonic() - began) / len(seeds)
     for seed, recipe, result in zip(seeds, recipes, results, strict=True):
         line = {
@@ -99,7 +102,7 @@ def _run(
         ledger.add(folder / f"{name}.jsonl", line)
         told = result["metrics"]
         score, loss = f"{100 * told['top1']:.2f} %", f"loss {told['train_loss']:.4f}"
-        say(f"{name}: {cell.name}, seed {seed}: {score}, {loss}, {seconds:.1f} s")
+        watch.say(f"{name}: {cell.name}, seed {seed}: {score}, {loss}, {seconds:.1f} s")
 
 
 def data_of(sets: prepare.Sets) -> dict[str, Any]:
@@ -108,7 +111,7 @@ def data_of(sets: prepare.Sets) -> dict[str, Any]:
 
 
 def train_several(
-    recipes: Sequence[Recipe], sets: prepare.Sets, group: Group, weights: Path | None = None
+    recipes: Sequence[Recipe], sets: prepare.Sets, group: Group, weights: Path | None = None, watch: Quiet | None = None
 ) -> list[dict[str, Any]]:
     """Recipes that differ in their seed alone, from first step to last; each then evaluated once, and saved."""
     torch.compiler.reset()  # after a few networks of one shape the compiler would give up, and run the next ones plainly
@@ -119,12 +122,19 @@ def train_several(
     steps = recipe.schedule.epochs * stream.steps_per_epoch
     peak = recipe.optim.lr * recipe.lr_scale
     batches = [run.stream.batches(0, steps) for run in runs]
-    losses = [0.0] * len(runs)
+    losses, clock, watch = [0.0] * len(runs), Clock(), watch or Quiet()
+    watch.begin(0, steps)
     for number in range(steps):
         factor = lr_factor(number, steps, stream.steps_per_epoch, recipe.schedule, peak)
         told = several.step(runs, batches, number, factor)
         if number >= steps - stream.steps_per_epoch:  # the last epoch
             losses = [sum_ + each.loss / stream.steps_per_epoch for sum_, each in zip(losses, told, strict=True)]
+        lap = clock.lap()
+        watch.step(number + 1, steps, {
+            "epoch": round((number + 1) / stream.steps_per_epoch, 2), "loss": fmean(each.loss for each in told), "seconds": lap,
+            "accuracy": fmean(each.accuracy for each in told), "images_per_s": len(runs) * recipe.run.batch_size / lap,
+        })  # fmt: skip
+    watch.end()
     results = [judged(run, sets, group, loss) for run, loss in zip(runs, losses, strict=True)]
     for run, each in zip(runs, recipes, strict=True):
         if weights is not None:
