@@ -70,6 +70,7 @@ def test_runs_that_share_the_device_are_those_that_have_it_alone() -> None:
         batches = [run.stream.batches(0, 40) for run in runs]
         for step in range(40):
             several.step(runs, batches, step, 1.0)
+        several.join(runs)
         return [run.work.model.state_dict() for run in runs]
 
     torch.use_deterministic_algorithms(True, warn_only=True)  # but cuBLAS as it is everywhere else

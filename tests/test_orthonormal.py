@@ -186,3 +186,27 @@ def test_settling_reaches_what_is_taken_as_orthonormal() -> None:
     assert not orthonormal.is_orthonormal(layer.weight)
     orthonormal.settle_([layer])
     assert orthonormal.is_orthonormal(layer.weight)
+
+
+def test_a_matrix_that_is_kept_is_traced_without_gram_schmidt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine retracts after every step, so that a compiled forward need not hold a QR; the gradient is the same."""
+    torch.manual_seed(0)
+    operator = create("dmsa", 24, 3, mode="proximal", dtype=torch.float64)
+    z = tokens(dtype=torch.float64)
+
+    def gradient(layer: torch.nn.Module) -> torch.Tensor:
+        operator.zero_grad()
+        layer(z).square().mean().backward()
+        assert operator.subspace.weight.grad is not None
+        return operator.subspace.weight.grad.clone()
+
+    plain = gradient(operator)
+    called = []
+    rows = orthonormal.orthonormal_rows
+    monkeypatch.setattr(orthonormal, "orthonormal_rows", lambda weight: called.append(1) or rows(weight))
+    for kept in (False, True):
+        called.clear()
+        operator.subspace.kept = kept
+        torch.compiler.reset()
+        assert (gradient(torch.compile(operator, backend="aot_eager")) - plain).abs().max() < 1e-12
+        assert bool(called) is not kept

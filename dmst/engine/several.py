@@ -28,9 +28,19 @@ def start(recipe: Recipe, sets: prepare.Sets, group: Group) -> Run:
     """A run at its first step."""
     model = prepare.build_model(recipe, sets.train.classes, sets.channels).to(group.device)
     work = Work(model, recipe, group)
-    cuda = group.device.type == "cuda"
-    where = torch.cuda.stream(torch.cuda.Stream(group.device)) if cuda else nullcontext()
-    return Run(work, stream_of(work, sets, group.device, compiled=recipe.run.compile or work.recorded), where)
+    stream = stream_of(work, sets, group.device, compiled=recipe.run.compile or work.recorded)
+    if group.device.type != "cuda":
+        return Run(work, stream, nullcontext())
+    aside = torch.cuda.Stream(group.device)
+    aside.wait_stream(torch.cuda.current_stream(group.device))  # which may still be writing the first weights
+    return Run(work, stream, torch.cuda.stream(aside))
+
+
+def join(runs: Sequence[Run]) -> None:
+    """From here on the current stream sees what the runs' streams have done: the last step's weights."""
+    for run in runs:
+        if isinstance(run.where, torch.cuda.StreamContext):
+            torch.cuda.current_stream(run.work.group.device).wait_stream(run.where.stream)
 
 
 def stream_of(work: Work, sets: prepare.Sets, device: torch.device, *, compiled: bool = False) -> TrainStream:

@@ -64,7 +64,10 @@ class Work:
             self.net = _averaged(self.net, group.device)
         self.parameters = list(self.optimizer.names)
         self.scale, self.good, self.skipped = (2.0**16 if run.amp == "fp16" else 1.0), 0, 0
-        self.tied = any(isinstance(module, OrthonormalLinear) for module in model.modules())
+        tied = [module for module in model.modules() if isinstance(module, OrthonormalLinear)]
+        for layer in tied:
+            layer.kept = True  # by `_move`
+        self.tied = bool(tied)
         self.random = _is_random(model)
         dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         self._factor = torch.ones((), dtype=dtype, device=group.device)

@@ -8,8 +8,10 @@ Saving, loading and `eval()` leave the stored matrix alone, so how often a run, 
 evaluated does not bend it; a state dict holds the parameter itself, as tools that average state dicts need. `save_model` writes
 the retracted matrix. A traced graph cannot look at values: it holds Gram-Schmidt itself and retracts nothing, so call
 `retract_()` after the steps of a compiled training, which also makes evaluation quick. A CUDA graph of a training step cannot
-look either and takes the matrix as it is: there a retraction after each step is a must. `settle_` is one that a graph can hold:
-products alone, all matrices of one shape at once, for matrices that a step has moved a little. All in float32 or wider.
+look either and takes the matrix as it is: there a retraction after each step is a must. All in float32 or wider.
+
+Near the manifold products do what a QR does (`closer`). `settle_` retracts so, which a CUDA graph can hold; and who retracts
+after every step, as the engine here, says `kept = True`: a traced graph then holds one such pass in place of the QR.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from dmst.kernels.autocast import without_autocast
 class OrthonormalLinear(nn.Linear):
     """`nn.Linear(dim, dim)` whose matrix is `basis()`."""
 
+    kept = False  # somebody retracts after every step
+
     def reset_parameters(self) -> None:
         wide = torch.empty_like(self.weight, dtype=torch.promote_types(self.weight.dtype, torch.float32))
         with torch.no_grad():
@@ -37,8 +41,13 @@ class OrthonormalLinear(nn.Linear):
 
     def basis(self) -> Tensor:
         """The orthonormal matrix that the layer uses."""
-        if self.training and isinstance(self.weight, nn.Parameter) and watched.recorded(self.weight):
-            return _OnManifold.apply(self.weight)
+        if self.training and isinstance(self.weight, nn.Parameter):
+            if watched.recorded(self.weight):
+                return _OnManifold.apply(self.weight)
+            if self.kept and watched.traced():
+                with without_autocast(self.weight):
+                    wide = torch.promote_types(self.weight.dtype, torch.float32)
+                    return closer(self.weight.to(wide)).to(self.weight.dtype)
         if not self._readable():  # no values to judge, and Gram-Schmidt is right for every weight
             return orthonormal_rows(self.weight)
         if not self.training:
@@ -86,23 +95,28 @@ class _OnManifold(torch.autograd.Function):
 SETTLINGS = 7  # from |E| = 0.4, more than a step of any sane learning rate leaves, to rounding
 
 
+def closer(w: Tensor) -> Tensor:
+    """(I - low(E)) W, E = W W^T - I, where low takes what is below the diagonal and half of what is on it. (..., d, d)
+
+    It leaves an error of order E^2. Again and again it ends where Gram-Schmidt does: at the one orthonormal matrix that a lower
+    triangle reaches. On the manifold it is W, and its derivative is that of Gram-Schmidt.
+    """
+    unit = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
+    error = w @ w.mT - unit
+    return w - (error.tril(-1) + 0.5 * error * unit) @ w
+
+
 @torch.no_grad()
 def settle_(layers: Sequence[OrthonormalLinear]) -> None:
-    """Gram-Schmidt on the rows of nearly orthonormal matrices, in place: W <- (I - low(E)) W, E = W W^T - I, again and again.
-
-    low takes what is below the diagonal and half of what is on it. Each pass multiplies by a lower triangle and leaves an error
-    of order E^2; so the limit is the one orthonormal matrix that a lower triangle reaches, which is Gram-Schmidt's.
-    """
+    """Retract nearly orthonormal matrices in place, all of one shape at once, by products alone."""
     shapes: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
     for layer in layers:
         shapes.setdefault((layer.weight.shape, layer.weight.dtype), []).append(layer.weight)
-    for (shape, dtype), weights in shapes.items():
+    for (_, dtype), weights in shapes.items():
         w = torch.stack(weights).to(torch.promote_types(dtype, torch.float32))
         with without_autocast(w):
-            unit = torch.eye(shape[0], dtype=w.dtype, device=w.device)
             for _ in range(SETTLINGS):
-                error = w @ w.mT - unit
-                w = w - (error.tril(-1) + 0.5 * error * unit) @ w
+                w = closer(w)
         torch._foreach_copy_(weights, list(w.to(dtype).unbind()))
 
 

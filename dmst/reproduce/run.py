@@ -134,6 +134,7 @@ def train_several(
             "epoch": round((number + 1) / stream.steps_per_epoch, 2), "loss": fmean(each.loss for each in told), "seconds": lap,
             "accuracy": fmean(each.accuracy for each in told), "images_per_s": len(runs) * recipe.run.batch_size / lap,
         })  # fmt: skip
+    several.join(runs)
     watch.end()
     results = [judged(run, sets, group, loss) for run, loss in zip(runs, losses, strict=True)]
     for run, each in zip(runs, recipes, strict=True):
