@@ -79,6 +79,11 @@ TABLE: dict[str, dict[str, Any]] = {
     "ablation_cifar10": ABLATION | {"data.name": "cifar10"},
     "ablation_svhn": ABLATION | {"data.name": "svhn", "augment.flip": 0},
     "cifar10": {"model.name": "dmst_cifar", "data.name": "cifar10", "run.amp": "bf16"},
+    **{
+        f"best_{name}": {"data.name": name, "optim.opt": "muon", "data.holdout": 0, "run.amp": "bf16", "model.name": model}
+        for name, model in (("cifar10", "dmst_cifar10"), ("cifar100", "dmst_cifar100"), ("svhn", "dmst_cifar10"))
+    },
+    "transfer": {"optim.opt": "adamw", PEAK: 1e-3, "optim.weight_decay": 5e-2, "run.batch_size": 256},
     "search_cifar10": {"model.name": "dmst_cifar", "data.name": "cifar10", "data.holdout": 0.1, "run.amp": "bf16"},
     "finetune": {"model.name": "dmst_small", "augment.flip": 0.5, "augment.mixup": 0},
     # what `dmst demo` runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import json
 from pathlib import Path
@@ -150,7 +151,7 @@ def test_a_table_shows_what_the_layers_did(tiny: None) -> None:
     assert "## Gates that are exactly 0, %, by layer\n\n| | 1 | 2 |\n|---|---|---|\n| DMSA | 50.0 | 50.0 |\n\n## Heads" in shown
     unknown = render.markdown("tiny", [layered(0, [None, 0.5], [[3], []])])  # type: ignore[list-item]
     assert "| DMSA | - | 50.0 |" in unknown
-    assert "| DMSA | 0.5 | 0.0 |" in shown and "the first 256 test images" in shown
+    assert "| DMSA | 0.5 | 0.0 |" in shown and "the first 256 of the images" in shown
 
 
 def test_the_picture_shows_every_run(tiny: None) -> None:
@@ -283,7 +284,7 @@ def test_only_what_is_missing_is_run(tiny: None, tmp_path: Path) -> None:
     run.run_table("tiny", tmp_path, **options, at_once=3)
     assert len(said) == 8 and not list(tmp_path.glob(".*.lock"))
     found = {(each["cell"], each["seed"]): each for each in ledger.read(tmp_path)}
-    alone = run.train_several([TINY.recipe_of(TINY.cells[0], 2)], *sets_and_group())[0]
+    alone, _ = run.train_several([TINY.recipe_of(TINY.cells[0], 2)], *sets_and_group())[0]
     assert found["DMSA", 2]["metrics"] == alone["metrics"]  # whether alone or beside others
     assert found["DMSA", 2]["changes"][-1] == "run.seed=2" and found["DMSA", 2]["data"]["images"] == [96, 359]
     layers = found["DMSA", 0]["metrics"]["layers"]
@@ -311,14 +312,38 @@ def test_a_cell_may_have_a_recipe_of_its_own_and_ends_as_it_says(tmp_path: Path,
     )
 
 
+def test_a_cell_may_start_from_the_weights_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same seed; without them it says what to run first, and its line names the cell, no folder."""
+    first = Table("First", "digits", (Cell("long", operator("dmsa"), seeds=2),), "", changes=TINY.changes)
+    later = Table("Later", "digits", (Cell("from it", operator("dmsa"), seeds=2, start="long"),), "", changes=TINY.changes)
+    monkeypatch.setitem(TABLES, "best", first)
+    monkeypatch.setitem(TABLES, "later", later)
+    options: dict[str, Any] = {"data_dir": None, "device": "cpu", "commit": "abc", "at_once": 2}
+    for weights in (None, tmp_path / "weights"):
+        with pytest.raises(DmstError, match="it starts from long of the table best: run that first, with the same --weights"):
+            run.run_table("later", tmp_path, **options, weights=weights)
+    run.run_table("best", tmp_path, **options, weights=tmp_path / "weights")
+    seen: list[VisionModel] = []
+    build = prepare.build_model
+    monkeypatch.setattr(prepare, "build_model", lambda *given: seen.append(copy.deepcopy(model := build(*given))) or model)
+    run.run_table("later", tmp_path, **options, weights=tmp_path / "weights")
+    for seed, begun in enumerate(seen):
+        saved = load_model(run.weights_of(first.recipe_of(first.cells[0], seed), tmp_path / "weights"))
+        assert torch.equal(begun.head.weight, saved.head.weight)
+    told = ledger.read(tmp_path)[-1]
+    assert (
+        told["changes"][-2] == 'model.init_from="the weights of long"' and told["config"] != ledger.read(tmp_path)[0]["config"]
+    )
+
+
 def test_a_cell_that_fails_costs_the_others_nothing(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = run.train_several
 
-    def some_fail(recipes: Any, *rest: Any) -> Any:
+    def some_fail(recipes: Any, *rest: Any, watch: Any) -> Any:
         operator = recipes[0].model.options["operator"]
         if operator != "tssa":
             raise DmstError("no") if operator == "dmsa" else RuntimeError("the compiler broke")
-        return train(recipes, *rest)
+        return train(recipes, *rest, watch=watch)
 
     monkeypatch.setattr(run, "train_several", some_fail)
     said: list[str] = []

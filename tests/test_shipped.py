@@ -11,9 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from dmst import cli, create_model
-from dmst.engine import ship
+from dmst.engine import prepare, ship
 from dmst.errors import BadFileError, OptionError
 from dmst.models import load_model, save_model, shipped
+from dmst.operators.orthonormal import is_orthonormal
 from dmst.whole import sealed
 
 LARGEST, ALL = 12_000_000, 30_000_000
@@ -119,6 +120,22 @@ def test_a_saved_model_is_made_ready_to_ship(tmp_path: Path) -> None:
     assert "How it was made." in (folder / "card.md").read_text()
     assert ship.ship(tmp_path / "trained", "tost_digits", "digits", tmp_path / "out") == digest  # again, in its place
     assert "How it was made." not in (folder / "card.md").read_text()
+
+
+def test_an_orthonormal_matrix_survives_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float16 leaves the manifold; whoever reads the weights gets the matrix that is used, made once, not in each call."""
+    save_model(create_model("dmst_digits", mode="proximal"), tmp_path / "trained")
+    digest = ship.ship(tmp_path / "trained", "dmst_digits", "digits", tmp_path / "out")
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "out")
+    monkeypatch.setitem(shipped.SHIPPED, "dmst_digits", digest)
+    assert not is_orthonormal(load_model(tmp_path / "out/dmst_digits").float().blocks[0].operator.subspace.weight)
+    for model in (
+        shipped.pretrained("dmst_digits"),
+        prepare.read_weights("dmst_digits"),
+        prepare.read_weights(tmp_path / "out/dmst_digits"),
+    ):
+        assert is_orthonormal(model.blocks[0].operator.subspace.weight) and not model.training
+    assert shipped.verify("dmst_digits") == 0
 
 
 def test_the_command() -> None:

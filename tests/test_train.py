@@ -563,6 +563,9 @@ def test_what_is_decayed_and_what_muon_steps() -> None:
     assert peak == 0.05 and muon.param_groups[0]["weight_decay"] == 0.05
     assert "blocks.0.operator.subspace.weight" in matrices and "blocks.0.operator.assign.weight" not in matrices  # 4 rows
     assert not any(name.startswith(("stem", "head", "position")) for name in matrices)
+    eight = Optimizer(create_model("dmst_tiny", depth=1, num_heads=8, device="meta"), tiny())
+    stepped = {eight.names[p].rpartition("operator.")[2] for p in eight.parts[1][0].param_groups[0]["params"]}
+    assert "subspace.weight" in stepped and "assign.weight" not in stepped  # 8 rows are thin beside 192 columns
     proximal = Optimizer(create_model("dmst_digits", mode="proximal"), recipe)
     plain = {proximal.names[p] for p in proximal.parts[0][0].param_groups[1]["params"]}
     assert "blocks.0.operator.theta" in plain and "blocks.0.residual.scale" in plain

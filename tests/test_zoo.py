@@ -46,8 +46,22 @@ def test_every_listed_model_builds_by_its_name(name: str) -> None:
     if rest:
         assert rest == [f"patch{config.patch_size}", "224"] and config.img_size == (224, 224) and config.num_classes == 1000
     else:
-        assert config.num_classes == 10 and config.readout == "mean"
-        assert (config.img_size, config.grid) == {"cifar": ((32, 32), (8, 8)), "digits": ((8, 8), (8, 8))}[size]
+        assert config.num_classes == (100 if size == "cifar100" else 10) and config.readout == "mean"
+        assert config.grid == (8, 8) and config.img_size == ((8, 8) if size == "digits" else (32, 32))
+
+
+def test_twins_are_of_one_size() -> None:
+    """Only the layer differs, and the width of the MLP that makes up for it."""
+    for data, classes in (("cifar10", 10), ("cifar100", 100)):
+        models = {family: create_model(f"{family}_{data}", device="meta") for family in ("dmst", "tost", "vit")}
+        sizes = [sum(p.numel() for p in model.parameters()) for model in models.values()]
+        assert max(sizes) < 1.011 * min(sizes) < 5_700_000
+        same = [
+            replace(model.config, name="", operator="dmsa", operator_options={}, mlp_ratio=4.0) for model in models.values()
+        ]
+        assert same[0] == same[1] == same[2] and same[0].num_classes == classes
+        assert [model.config.operator for model in models.values()] == ["dmsa", "tssa", "mhsa"]
+        assert models["dmst"].config.operator_options == {"mode": "proximal"}
 
 
 def test_the_table() -> None:
@@ -79,6 +93,7 @@ def test_the_table() -> None:
         found[name] = (config.dim, config.depth, config.num_heads, config.layer_scale)
     assert found == expected
     small = [f"{family}_{size}" for family in FAMILIES for size in ("cifar", "digits")]
+    small += [f"{family}_{size}" for family in ("dmst", "tost", "vit") for size in ("cifar10", "cifar100")]
     assert set(list_models()) == {f"{name}_patch{patch}_224" for name in expected for patch in (16, 8)} | set(small)
 
 

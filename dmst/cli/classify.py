@@ -33,14 +33,10 @@ def classify(
     from dmst.engine.classify import classify as answers
     from dmst.engine.classify import photos_in
     from dmst.engine.distributed import joined
-    from dmst.engine.prepare import weights_in
-    from dmst.models import load_model, shipped
+    from dmst.engine.prepare import read_weights
     from dmst.whole import write_bytes
 
-    if weights in shipped.SHIPPED and not Path(weights).is_dir():
-        model = shipped.pretrained(weights)
-    else:
-        model = load_model(weights_in(weights), unverified=unverified).float()
+    model = read_weights(weights, unverified=unverified)
     paths, failed = photos_in(photos), 0
     pictures = _names(paths)
     with joined(device) as group:

@@ -17,7 +17,6 @@ from dmst.data.sets import ImageSet
 from dmst.engine import prepare
 from dmst.engine.distributed import Group, joined
 from dmst.errors import NonFiniteError, OptionError
-from dmst.models import load_model
 
 
 class Score(NamedTuple):
@@ -88,7 +87,7 @@ def evaluate_weights(
     tick: Callable[[int], None] = lambda count: None,
 ) -> tuple[Score, ImageSet]:
     """The score of a saved model, or of the one in final/ of a run, on a split of a dataset; and that split."""
-    model = load_model(prepare.weights_in(weights))
+    model = prepare.read_weights(weights)
     image_set = catalog.open_set(data, split, data_dir=data_dir)
     if len(image_set.classes) != model.num_classes:
         raise OptionError(

@@ -17,13 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dmst import watched
 from dmst.engine.muon import Muon
 from dmst.engine.sections import Recipe, Schedule
 from dmst.models import VisionModel
-from dmst.operators.orthonormal import OrthonormalLinear, settle_
 
 
 def lr_factor(step: int, steps: int, steps_per_epoch: int, schedule: Schedule, peak: float) -> float:
@@ -127,16 +125,6 @@ class Mean:
         torch._foreach_add_(self._mine, away)
         for mine, theirs in self._counts:
             mine.copy_(theirs)
-
-
-def retract(*models: nn.Module) -> None:
-    """Orthonormal matrices back onto their manifold, which a step leaves."""
-    layers = [module for model in models for module in model.modules() if isinstance(module, OrthonormalLinear)]
-    if layers and watched.recorded(layers[0].weight):
-        settle_(layers)
-    else:
-        for layer in layers:
-            layer.retract_()
 
 
 @torch.no_grad()

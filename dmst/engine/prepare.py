@@ -20,7 +20,8 @@ from dmst.data.scan import scan
 from dmst.data.sets import ImageSet, split_off, subset
 from dmst.engine.recipe import Recipe, read_recipe
 from dmst.errors import MissingSplitError, OptionError
-from dmst.models import ModelConfig, VisionModel, load_model, model_config
+from dmst.models import ModelConfig, VisionModel, load_model, model_config, shipped
+from dmst.operators.orthonormal import retract
 
 NOT_OF_THE_WEIGHTS = ("name", "num_classes", "img_size", "drop_rate", "proj_drop_rate", "drop_path_rate")
 
@@ -91,7 +92,7 @@ def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> Vi
     model = VisionModel(config)
     model.class_names = tuple(classes)
     if recipe.model.init_from:
-        take_over(model, load_model(weights_in(recipe.model.init_from)), recipe.model.init_from)
+        take_over(model, read_weights(recipe.model.init_from), recipe.model.init_from)
     return model
 
 
@@ -99,6 +100,15 @@ def weights_in(folder: str | Path) -> Path:
     """The saved model itself, or the one in `final/` of a run."""
     inside = Path(folder) / "final"
     return inside if inside.is_dir() else Path(folder)
+
+
+def read_weights(where: str | Path, *, unverified: bool = False) -> VisionModel:
+    """A saved model, or by its name one that ships, as it is used: in float32, whatever it was saved in."""
+    if str(where) in shipped.SHIPPED and not Path(where).is_dir():
+        return shipped.pretrained(str(where))
+    model = load_model(weights_in(where), unverified=unverified).float()
+    retract(model)
+    return model
 
 
 @torch.no_grad()
@@ -148,7 +158,7 @@ def settings_of(data: str, model: str | None, init_from: str | None, data_dir: s
         raise OptionError("--data alone does not say what to train: add --model NAME, or --init-from WEIGHTS, or both.")
     told: dict[str, Any] = {"data.name": data, "model.init_from": init_from or ""} | ({"model.name": model} if model else {})
     if init_from:
-        told |= _network_of(load_model(weights_in(init_from)).config, model)
+        told |= _network_of(read_weights(init_from).config, model)
     images = catalog.open_set(data, "train", data_dir=data_dir)
     share = 0.0
     try:

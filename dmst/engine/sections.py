@@ -39,7 +39,9 @@ class Promise(Settings):
 @dataclass(frozen=True, kw_only=True)
 class Model(Settings):
     name: str = setting(REQUIRED, "a name of `dmst models`")
-    init_from: str = setting("", "folder of a saved model to start from; its classifier is replaced if the classes differ")
+    init_from: str = setting(
+        "", "saved model to start from, its folder or the name of one that ships; other classes: a new classifier"
+    )
     options: dict[str, Any] = setting({}, "fields of the model and options of its operator: drop_path_rate, mode, ...")  # noqa: RUF009
 
 

@@ -39,7 +39,7 @@ def start(recipe: Recipe, sets: prepare.Sets, group: Group) -> Run:
 def join(runs: Sequence[Run]) -> None:
     """From here on the current stream sees what the runs' streams have done: the last step's weights."""
     for run in runs:
-        if isinstance(run.where, torch.cuda.StreamContext):
+        if isinstance(run.where, torch.cuda.StreamContext) and run.where.stream is not None:
             torch.cuda.current_stream(run.work.group.device).wait_stream(run.where.stream)
 
 

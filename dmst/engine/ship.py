@@ -24,7 +24,7 @@ from dmst.data import catalog
 from dmst.data.loader import EvalStream
 from dmst.data.sets import ImageSet
 from dmst.engine import prepare
-from dmst.models import VisionModel, load_model, save_model
+from dmst.models import VisionModel, save_model
 from dmst.models.files import CONFIG, WEIGHTS
 from dmst.models.shipped import ANSWERS, CARD, FOLDER, digest, drawn
 
@@ -60,14 +60,14 @@ def calibration_error(logits: Tensor, right: Tensor) -> float:
 
 def ship(source: str | Path, name: str, data: str, out: Path, *, data_dir: str | None = None, notes: Sequence[str] = ()) -> str:
     """Write out/<name>, whole or not at all; returns its entry of SHIPPED."""
-    model = load_model(prepare.weights_in(source))
+    model = prepare.read_weights(source)
     image_set = catalog.open_set(data, "test", data_dir=data_dir)
     model.config = replace(model.config, name=name)
     model.class_names = model.class_names or image_set.classes
     with tempfile.TemporaryDirectory() as room:
         half = save_model(model.half(), Path(room) / name)
         files = {file: (half / file).read_bytes() for file in (WEIGHTS, CONFIG)}
-        model = load_model(half).float()
+        model = prepare.read_weights(half)
     images = drawn(model.config.in_chans, *model.config.img_size)  # type: ignore[misc]
     with torch.no_grad():
         stored = {"images": images, "logits": model(images)}

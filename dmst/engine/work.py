@@ -26,11 +26,11 @@ from dmst.data.chance import small_seed
 from dmst.data.loader import Batch
 from dmst.engine.distributed import Group, share_batch_norms
 from dmst.engine.evaluate import precision
-from dmst.engine.optim import Mean, Optimizer, retract
+from dmst.engine.optim import Mean, Optimizer
 from dmst.engine.sections import Recipe
 from dmst.errors import DeviceMemoryError, NonFiniteError, OptionError
 from dmst.models import VisionModel
-from dmst.operators.orthonormal import OrthonormalLinear
+from dmst.operators.orthonormal import OrthonormalLinear, retract
 
 MOST_SKIPS = 20
 ON_DEVICE = ("images", "targets", "labels", "weight")  # of a batch

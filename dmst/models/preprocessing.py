@@ -18,6 +18,7 @@ STATISTICS = {
     "cifar": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "digits": ((0.5,), (0.5,)),
 }
+STATISTICS |= dict.fromkeys(("cifar10", "cifar100"), STATISTICS["cifar"])  # one for both: weights of one start the other
 
 
 def pretrained_cfg(config: ModelConfig) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from dmst import whole
 from dmst.errors import BadFileError, OptionError
 from dmst.models.files import CONFIG, WEIGHTS, load_model, tensors_from
 from dmst.models.vision import VisionModel
+from dmst.operators.orthonormal import retract
 
 FOLDER = Path(__file__).parents[1] / "weights"
 CARD, ANSWERS = "card.md", "answers.safetensors"
@@ -37,7 +38,9 @@ def pretrained(name: str, device: Any = None, dtype: Any = None) -> VisionModel:
         raise OptionError(f"no weights ship for {name}. Those that do: {have}. For others: load_model(folder).")
     if digest(FOLDER / name) != SHIPPED[name]:
         raise BadFileError(f"{FOLDER / name} does not hold the files that were released: install the package again.")
-    return load_model(FOLDER / name).to(device, torch.float32 if dtype is None else dtype)
+    model = load_model(FOLDER / name).to(device, torch.float32 if dtype is None else dtype)
+    retract(model)  # once, not in every call
+    return model
 
 
 def digest(folder: Path) -> str:

@@ -95,6 +95,16 @@ class _OnManifold(torch.autograd.Function):
 SETTLINGS = 7  # from |E| = 0.4, more than a step of any sane learning rate leaves, to rounding
 
 
+def retract(*models: nn.Module) -> None:
+    """The orthonormal matrices of models back onto their manifold, which a step or another dtype leaves."""
+    layers = [module for model in models for module in model.modules() if isinstance(module, OrthonormalLinear)]
+    if layers and watched.recorded(layers[0].weight):
+        settle_(layers)
+    else:
+        for layer in layers:
+            layer.retract_()
+
+
 def closer(w: Tensor) -> Tensor:
     """(I - low(E)) W, E = W W^T - I, where low takes what is below the diagonal and half of what is on it. (..., d, d)
 

@@ -93,6 +93,6 @@ def origin(lines: Sequence[ledger.Line]) -> list[str]:
         return []
     minutes = sum(line["seconds"] for line in lines) / 60
     images = next((line["metrics"]["layers"]["images"] for line in lines if "layers" in line["metrics"]), None)
-    looked = [f"- By layer: the first {images} test images, mean over the runs."] if images else []
+    looked = [f"- By layer: the first {images} of the images that were judged, mean over the runs."] if images else []
     shared = f"- {len(lines)} runs, {minutes:.1f} minutes of wall time summed over processes that shared the device."
     return [f"- {way}." for way in ways] + looked + [shared]

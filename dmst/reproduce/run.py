@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,7 +26,7 @@ from dmst.engine.evaluate import evaluate
 from dmst.engine.optim import lr_factor
 from dmst.engine.sections import Recipe
 from dmst.errors import DmstError
-from dmst.models import save_model
+from dmst.models import VisionModel, save_model
 from dmst.reproduce import ledger
 from dmst.reproduce.tables import TABLES, Cell, Table
 
@@ -86,12 +87,15 @@ def _run(
     """Some seeds of a cell at once, and their lines."""
     table = TABLES[name]
     recipes = [table.recipe_of(cell, seed) for seed in seeds]
+    starts = [started(recipe, cell, weights) for recipe in recipes]
     began = time.monotonic()
     sets = prepare.open_sets(recipes[0], data_dir=data_dir)
     watch.say(f"{name}: {cell.name}, {len(seeds)} runs at once")
-    results = train_several(recipes, sets, group, weights, watch)
+    results = train_several(starts, sets, group, watch=watch)
     seconds = (time.monotonic() - began) / len(seeds)
-    for seed, recipe, result in zip(seeds, recipes, results, strict=True):
+    for seed, recipe, (result, model) in zip(seeds, recipes, results, strict=True):
+        if weights is not None:
+            save_model(model, weights_of(recipe, weights), overwrite=True)
         line = {
             "table": name, "cell": cell.name, "seed": seed, "config": ledger.config_of(recipe),
             "recipe": cell.recipe or table.recipe, "changes": table.changes_of(cell, seed), "data": data_of(sets),
@@ -105,15 +109,31 @@ def _run(
         watch.say(f"{name}: {cell.name}, seed {seed}: {score}, {loss}, {seconds:.1f} s")
 
 
+def weights_of(recipe: Recipe, weights: Path) -> Path:
+    return weights / f"{ledger.config_of(recipe)}-{recipe.run.seed}"
+
+
+def started(recipe: Recipe, cell: Cell, weights: Path | None) -> Recipe:
+    """The recipe, with the folder of the weights that it starts from."""
+    if not cell.start:
+        return recipe
+    best = TABLES["best"]
+    source = next(each for each in best.cells if each.name == cell.start)
+    folder = None if weights is None else weights_of(best.recipe_of(source, recipe.run.seed), weights)
+    if folder is None or not folder.is_dir():
+        raise DmstError(f"it starts from {cell.start} of the table best: run that first, with the same --weights DIR.")
+    return replace(recipe, model=replace(recipe.model, init_from=str(folder)))
+
+
 def data_of(sets: prepare.Sets) -> dict[str, Any]:
     images = [len(each) for each in (sets.train, sets.eval) if each is not None]
     return {"name": sets.train.name, "variant": sets.train.variant, "images": images, "fingerprint": sets.fingerprint}
 
 
 def train_several(
-    recipes: Sequence[Recipe], sets: prepare.Sets, group: Group, weights: Path | None = None, watch: Quiet | None = None
-) -> list[dict[str, Any]]:
-    """Recipes that differ in their seed alone, from first step to last; each then evaluated once, and saved."""
+    recipes: Sequence[Recipe], sets: prepare.Sets, group: Group, *, watch: Quiet | None = None
+) -> list[tuple[dict[str, Any], VisionModel]]:
+    """Recipes that differ in their seed alone, from first step to last; each then evaluated once: what is told, its model."""
     torch.compiler.reset()  # after a few networks of one shape the compiler would give up, and run the next ones plainly
     runs = [several.start(recipe, sets, group) for recipe in recipes]
     recipe, stream = recipes[0], runs[0].stream
@@ -136,11 +156,7 @@ def train_several(
         })  # fmt: skip
     several.join(runs)
     watch.end()
-    results = [judged(run, sets, group, loss) for run, loss in zip(runs, losses, strict=True)]
-    for run, each in zip(runs, recipes, strict=True):
-        if weights is not None:
-            save_model(run.work.final, weights / f"{ledger.config_of(each)}-{each.run.seed}", overwrite=True)
-    return results
+    return [(judged(run, sets, group, loss), run.work.final) for run, loss in zip(runs, losses, strict=True)]
 
 
 def judged(run: several.Run, sets: prepare.Sets, group: Group, train_loss: float) -> dict[str, Any]:
