@@ -6,6 +6,7 @@ dmst models [PATTERN]     the named networks, their sizes and parameters
 dmst train RECIPE         train or fine-tune, or go on with a run; dmst train --data FOLDER ... for images of your own
 dmst evaluate WEIGHTS     exact top-1 and top-5 of a saved model
 dmst classify PHOTO...    what a network sees in photos, with pictures of its memberships
+dmst analyze VERB         look inside: rates by layer, certificates, maps
 dmst recipes [NAME]       the recipes that ship, what each promises; --keys: all that can be set
 dmst reproduce TABLE      run what a table of experiments lacks, and write it as markdown
 dmst demo                 a DMST learns to read digits, and a page shows what it computes
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dmst.cli import bench, classify, data, reproduce, train
+from dmst.cli import analyze, bench, classify, data, reproduce, train
 
 app = typer.Typer(name="dmst", help="A white-box vision transformer.", no_args_is_help=True, add_completion=False)
 
@@ -127,6 +128,7 @@ app.command()(train.evaluate)
 app.command()(classify.classify)
 app.command()(train.recipes)
 app.command()(reproduce.reproduce)
+app.add_typer(analyze.app, name="analyze")
 app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")
 

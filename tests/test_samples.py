@@ -1,0 +1,49 @@
+"""What an analysis looks at: always the same images, named, in bounded memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dmst import create_model
+from dmst.engine.samples import DRAWN, sample
+from dmst.errors import OptionError
+
+
+def test_digits_are_at_hand_for_a_network_of_digits() -> None:
+    model = create_model("dmst_digits")
+    found = sample(model, limit=100, batch_size=32)
+    assert found.count == 100 and "digits" in found.name and "100 of 359 images by hash" in found.name
+    batches = list(found)
+    assert [len(images) for images, _ in batches] == [32, 32, 32, 4]
+    again = list(sample(model, "digits", limit=100, batch_size=50))
+    assert torch.equal(torch.cat([images for images, _ in batches]), torch.cat([images for images, _ in again]))
+    labels = torch.cat([each for _, each in found if each is not None])
+    assert len(labels) == 100 and labels.bincount(minlength=10).min() >= 2  # of all classes, not of the first
+    assert sample(model, limit=1000).count == 359
+
+
+def test_labels_of_other_classes_are_none() -> None:
+    assert all(labels is None for _, labels in sample(create_model("dmst_digits", num_classes=7), "digits", limit=40))
+
+
+def test_drawn_pictures_where_nothing_is_at_hand() -> None:
+    found = sample(create_model("dmst_cifar"), limit=5)
+    ((images, labels),) = list(found)
+    assert (found.name, images.shape, labels) == ("5 drawn pictures", (5, 3, 32, 32), None)
+    assert sample(create_model("dmst_cifar")).count == DRAWN
+
+
+def test_photos(tmp_path: Path) -> None:
+    Image.fromarray(np.full((40, 60, 3), 128, np.uint8)).save(tmp_path / "grey.png")
+    found = sample(create_model("dmst_cifar"), photos=[tmp_path / "grey.png"])
+    ((images, labels),) = list(found)
+    assert found.name == "1 photo" and images.shape == (1, 3, 32, 32) and labels is None
+    with pytest.raises(OptionError, match="not both"):
+        sample(create_model("dmst_cifar"), "digits", photos=[tmp_path / "grey.png"])
+    with pytest.raises(OptionError, match="limit is 0"):
+        sample(create_model("dmst_cifar"), limit=0)
