@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dmst import create_model, load_model, save_model
+from dmst import create_model, load_model, save_model, use_kernels
 from dmst.analysis import layer_rates, maps
+from dmst.kernels.neighbours import local_gelu
 from dmst.models import VisionModel
 from tests.cases import relative
 
@@ -83,3 +84,42 @@ def test_rates_on_the_gpu_are_those_of_the_cpu() -> None:
     there = layer_rates(model.cuda(), images.cuda())
     for name in here.mean:
         assert there.mean[name] == pytest.approx(here.mean[name], rel=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("b", "grid", "c"), [(64, (8, 8), 768), (3, (14, 14), 100), (2, (5, 9), 65), (1, (64, 64), 256)])
+def test_neighbours_on_the_gpu_are_the_plain_formula(
+    b: int, grid: tuple[int, int], c: int, dtype: torch.dtype, bar: float
+) -> None:
+    h, w = torch.randn(b, grid[0] * grid[1], c, device="cuda", dtype=dtype), torch.randn(c, 1, 3, 3, device="cuda")
+    g, found = torch.randn_like(h), []
+    for kernels, wide in (("fused", dtype), ("reference", torch.float64)):
+        given = [h.to(wide).requires_grad_(), w.to(torch.promote_types(wide, torch.float32)).requires_grad_()]
+        with use_kernels(kernels):
+            y = local_gelu(given[0], given[1], grid)
+        assert ("local_gelu" in type(y.grad_fn).__name__) is (kernels == "fused")
+        found.append((y, *torch.autograd.grad(y, given, g.to(wide))))
+    for got, want in zip(*found, strict=True):
+        assert relative(got.double(), want) < bar
+
+
+def test_a_local_network_compiles() -> None:
+    """Forward and backward of a compiled network: the gradients of the plain one, in bfloat16."""
+    model = create_model("dmst_cifar10", depth=2).cuda().to(memory_format=torch.channels_last)
+    for block in model.blocks:
+        torch.nn.init.normal_(block.feedforward.mlp.local.weight, std=0.2)
+    images = torch.randn(8, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def gradients(net: torch.nn.Module) -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=False)
+        with torch.autocast("cuda", torch.bfloat16):
+            net(images).float().square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    with use_kernels("reference"):
+        plain = gradients(model)
+    net = torch.compile(model, dynamic=False)
+    for got, want in zip(gradients(net), plain, strict=True):
+        assert (got - want).norm() <= 5e-2 * want.norm() + 1e-3

@@ -17,7 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from dmst.kernels.fused import adjoint, by_position, columns, energy, hopper, moments, resident, score, score_adjoint, update
+from dmst.kernels.fused import (
+    adjoint, by_position, columns, energy, hopper, moments, neighbours, resident, score, score_adjoint, update
+)
 
 B, F, I, S = "*bf16", "*fp32", "i32", "fp32"
 BLOCK = dict(K=8, P=48, HEADS=2, WIDTH=64, TOKENS=16)
@@ -64,6 +66,8 @@ CASES = {
     "by_position": [(by_position.rotated_kernel, dict(D=384, K=8, HEADS=8, PAIRS=64, ASSIGN=1)),
                     (by_position.position_score_kernel, dict(PLACE, BIAS=True, SIGMOID=True, SUMS=True, STAGES=3)),
                     (by_position.position_assign_kernel, dict(PLACE, GATED=True, STAGES=3))],
+    "neighbours": [(kernel, dict(C=c, TOKENS=t, CHANNELS=64)) for c, t in ((768, 16), (100, 32)) for kernel in (
+        neighbours.local_kernel, neighbours.local_adjoint_kernel, neighbours.local_spread_kernel)],
     "rest": [(update.update_kernel, UPDATE), (update.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
              (update.update_kernel, dict(UPDATE, WEIGHTED=True)), (update.unfold_kernel, UNFOLD),
              (update.unfold_kernel, dict(UNFOLD, GATED=False, MODE=1)),
@@ -72,7 +76,7 @@ CASES = {
              (columns.columns_kernel, dict(D=384, ROWS=32, COLUMNS=128, STAGES=3))],
 }
 LOW = {"rotated_ptr", "z_ptr", "s_ptr", "x_ptr", "assign_ptr", "grad_ptr", "ds_ptr", "update_ptr", "product_ptr", "dz_ptr",
-       "folded_ptr"}
+       "folded_ptr", "h_ptr", "dy_ptr", "dpre_ptr", "dh_ptr"}
 REALS = {"scale", "delta", "sign"}
 
 
@@ -107,7 +111,7 @@ for kernel, constants in (case for group in groups for case in CASES[group]):
 
 
 @pytest.mark.parametrize("capability", [90])
-@pytest.mark.parametrize("groups", ["score gate moments finish", "adjoint score_adjoint by_position rest", "gluon"])
+@pytest.mark.parametrize("groups", ["score gate moments finish", "adjoint score_adjoint by_position rest", "gluon neighbours"])
 def test_it_compiles(groups: str, capability: int, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}

@@ -67,6 +67,10 @@ def _set(choice: str) -> str:
     return before
 
 
+def chosen() -> str:
+    return _chosen
+
+
 class Verdict(NamedTuple):
     """Whether the fused kernels serve, and in a few words why."""
 

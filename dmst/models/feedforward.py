@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst.errors import OptionError
+from dmst.kernels.neighbours import local_gelu
 from dmst.models.linear import Linear
 from dmst.models.residual import Residual
 
@@ -53,10 +54,10 @@ class LocalMlp(Mlp):
         if grid is None:
             raise OptionError("feedforward 'local' looks at neighbours: call the block with grid=(rows, columns).")
         hidden = self.fc1(z)  # (b, prefix + n, hidden)
-        patches = hidden[:, self.prefix :]
-        near = self.local(patches.unflatten(1, grid).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
-        hidden = torch.cat((hidden[:, : self.prefix], patches + near), 1) if self.prefix else patches + near
-        return self.drop(self.fc2(self.drop(F.gelu(hidden))))
+        active = local_gelu(hidden[:, self.prefix :], self.local.weight, grid)
+        if self.prefix:
+            active = torch.cat((F.gelu(hidden[:, : self.prefix]), active), 1)
+        return self.drop(self.fc2(self.drop(active)))
 
 
 class MlpStep(nn.Module):
