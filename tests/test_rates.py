@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from dmst import create_model, objective
-from dmst.analysis.rates import QUANTITIES, layer_rates, rates_of
+from dmst import cli, create_model, objective
+from dmst.analysis.rates import QUANTITIES, layer_rates, rates_at, rates_of
+from dmst.engine.samples import sample
 from dmst.errors import OptionError, UnknownNameError
-from dmst.models import VisionModel
+from dmst.models import VisionModel, load_model, save_model
 
 SMALL = {"dim": 24, "depth": 3, "num_heads": 3, "img_size": 8}
 
@@ -60,6 +64,10 @@ def test_every_quantity_is_the_objective_of_the_parts() -> None:
     assert torch.allclose(found["complete"].float(), complete)
     every = objective.variational_rate(traced.parts.projected, share, eps=0.5, width="head_dim", unit_norm=True)
     assert torch.allclose(found["all_heads"].float(), every) and (found["all_heads"] >= found["variational"]).all()
+    unit = traced.parts.projected / traced.parts.projected.norm(dim=-1, keepdim=True)
+    inside = objective.projected_rate(unit, share, eps=0.5, width="head_dim")
+    assert torch.allclose(found["projected"].float(), inside) and (found["gap"] > 0).all()
+    assert torch.allclose(found["gap"], found["all_heads"] - found["projected"])
     assert torch.equal(found["active"], (traced.parts.gate != 0).sum(-1).float())
     assert torch.allclose(found["mass"], pi.sum(1).mean(-1))
     assert (found["raw"] > found["variational"]).all() or (found["mass"] < 1).any()
@@ -88,7 +96,39 @@ def test_the_output_is_after_the_step_with_memberships_anew() -> None:
     expected = rates_of(tokens, parts, block.operator)["variational"].double().mean().item()
     found = layer_rates(network, IMAGES, at="output")
     assert found.mean["variational"][0] == pytest.approx(expected, rel=1e-6)
-    assert "output" in found.convention and "7 images" in found.convention
+    assert "after the operator" in found.convention and "7 images" in found.convention
+
+
+@torch.no_grad()
+def test_the_block_is_after_the_feed_forward_in_the_same_subspaces() -> None:
+    network = model()
+    block, traced = network.blocks[1], network.trace(IMAGES).layers[1]
+    tokens = block.norm(traced.after_feedforward)
+    expected = rates_of(tokens, block.operator.decompose(tokens), block.operator)["complete"].double().mean().item()
+    every = rates_at(network, [IMAGES[:2], IMAGES[2:]], tick=(ticks := []).append)
+    assert every["block"].mean["complete"][1] == pytest.approx(expected, rel=1e-6) and ticks == [2, 5]
+    for at, found in every.items():  # one pass gives what three do
+        assert found.at == at and found.mean["raw"] == pytest.approx(layer_rates(network, IMAGES, at=at).mean["raw"], rel=1e-6)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    save_model(create_model("tost_digits", depth=2), tmp_path / "tost")
+    save_model(create_model("vit_digits", depth=2), tmp_path / "vit")
+    asked = ["analyze", "rates", str(tmp_path / "tost"), str(tmp_path / "vit"), "--limit", "20", "--device", "cpu"]
+    page = tmp_path / "<rates>.html"
+    told = CliRunner().invoke(cli.app, [*asked, "--json", "--page", str(page)])
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.stdout.splitlines()[0])
+    mine = found[str(tmp_path / "tost")]
+    assert mine["images"] == "digits test: 20 of 359 images by hash"
+    images = torch.cat([some for some, _ in sample(load_model(tmp_path / "tost"), limit=20)])
+    here = layer_rates(load_model(tmp_path / "tost"), images, at="block")
+    assert mine["block"]["mean"]["complete"] == pytest.approx(here.mean["complete"], rel=1e-5)
+    assert found[str(tmp_path / "vit")]["input"]["mean"]["variational"] == [None, None]
+    drawn = page.read_text()
+    assert drawn.count("<svg") >= 8 and "after the block" in drawn and "http://" not in drawn.replace("http://www.w3.org", "")
+    shown = CliRunner().invoke(cli.app, asked).output
+    assert "after the operator" in shown and "c = p/eps²" in shown
 
 
 @pytest.mark.parametrize("name", ["tost_digits", "vit_digits", "crate_digits"])

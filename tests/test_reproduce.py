@@ -148,7 +148,7 @@ def test_a_table_shows_what_the_layers_did(tiny: None) -> None:
     shown = render.markdown(
         "tiny", [layered(0, [0.25, 0.5], [[3], []]), layered(1, [0.75, 0.5], [[], []]), line("TSSA", 0, 0.5)]
     )
-    assert "## Gates that are exactly 0, %, by layer\n\n| | 1 | 2 |\n|---|---|---|\n| DMSA | 50.0 | 50.0 |\n\n## Heads" in shown
+    assert "## Gates that are exactly 0, %, by layer\n\n| | 0 | 1 |\n|---|---|---|\n| DMSA | 50.0 | 50.0 |\n\n## Heads" in shown
     unknown = render.markdown("tiny", [layered(0, [None, 0.5], [[3], []])])  # type: ignore[list-item]
     assert "| DMSA | - | 50.0 |" in unknown
     assert "| DMSA | 0.5 | 0.0 |" in shown and "the first 256 of the images" in shown

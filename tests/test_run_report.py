@@ -205,9 +205,9 @@ def test_layers_over_time(tmp_path: Path) -> None:
     last["layers"] = base | {"active": [2.5, 1.5], "never": [[0, 2], [1]]}
     text = page(tmp_path, events)
     assert "3 of the 6 heads were chosen by no image" in text and "measured on 7 images of digits test" in text
-    assert "<td>3.00 → 2.50</td><td>3</td><td>1, 3</td>" in text and "<td>1.00 → 1.50</td><td>3</td><td>2</td>" in text
+    assert "<td>3.00 → 2.50</td><td>3</td><td>0, 2</td>" in text and "<td>1.00 → 1.50</td><td>3</td><td>1</td>" in text
     assert "mean of the layers, least to most, epoch 1: 2.00 (1.00 to 3.00)" in text
-    assert "all layers, of 6, epoch 2: 3" in text and "epoch 2, layer 1: 5.00" in text and "epoch 2, layer 2: 5" not in text
+    assert "all layers, of 6, epoch 2: 3" in text and "epoch 2, layer 0: 5.00" in text and "epoch 2, layer 1: 5" not in text
 
 
 def test_large_images_and_many_layers_keep_the_page_small(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_large_images_and_many_layers_keep_the_page_small(tmp_path: Path) -> Non
     addresses = [a for a in check_page(path).addresses if a.startswith("data:")]
     text = path.read_text()
     photos = text.count(f'width="{run_pictures.PHOTO}"')
-    assert photos == 8 and "12 of its 13 layers are drawn" in text and "layer 13</th>" in text
+    assert photos == 8 and "12 of its 13 layers are drawn" in text and "layer 12</th>" in text
     assert len(addresses) == 8 * (1 + 12 * 2) + min(8, int(re.search(r"(\d+) of the first 11", text)[1]))
     assert path.stat().st_size < 2_000_000
 

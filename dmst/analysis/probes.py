@@ -13,14 +13,13 @@ Operators without memberships have the first four alone; those without a gate la
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dmst.analysis.rates import rates_of
+from dmst.analysis.running import only_looking
 from dmst.errors import OptionError
 from dmst.models import VisionModel
 
@@ -46,19 +45,6 @@ def layers(model: VisionModel, images: Tensor) -> dict[str, Any]:
         told["active"] = [_number(layer["on"].sum(-1)) for layer in found]
         told["never"] = [(~layer["on"].any(0)).nonzero().flatten().tolist() for layer in found]
     return told
-
-
-@contextmanager
-def only_looking(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients; afterwards every module is in the mode it was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _look(model: VisionModel, images: Tensor) -> list[dict[str, Tensor]]:

@@ -4,33 +4,37 @@
                   memberships made to sum to 1, silent heads left out
     raw           the same with the memberships as computed (sigmoids need not sum to 1; the rate grows with their mass)
     all_heads     the same as variational with every head counted, also the silent ones
+    projected     the same as all_heads with each head's whole covariance, 1/2 logdet, in place of its diagonal
+    gap           all_heads less projected, the decorrelation gap: 0 where the channels of every head are uncorrelated
     complete      R+, what lies outside a subspace paid for: c = d/eps^2, orthonormalised U, memberships sum to 1
     coding        R of all tokens as one Gaussian, c = d/eps^2: what grouping has to beat
     active        heads that are on, of k
     mass          memberships of a token summed over heads, mean over tokens
 
-Two places: at="input", the tokens that the operator reads (normed), with the memberships it computed of them; at="output", the
-tokens after its residual step, normed by the same layer, with memberships computed anew. Layers without memberships have
-`coding` alone, the others NaN. One number per image, then mean and standard deviation over images; batches stream through,
-so the number of images is not limited by memory.
+Three places: at="input", the tokens that the operator reads (normed), with the memberships it computed of them; "output", the
+tokens after its residual step, and "block", those after the feed-forward too, both normed by the same layer, in its subspaces,
+with memberships computed anew. Layers without memberships have `coding` alone, the others NaN. One number per image, then mean
+and standard deviation over images; batches stream through, so the number of images is not limited by memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dmst import objective
+from dmst.analysis.running import Running, batches_of, only_looking
 from dmst.errors import OptionError, choose
 from dmst.models import VisionModel
 from dmst.operators import Operator, Parts
 
-QUANTITIES = ("variational", "raw", "all_heads", "complete", "coding", "active", "mass")
+QUANTITIES = ("variational", "raw", "all_heads", "projected", "gap", "complete", "coding", "active", "mass")
+PLACES = {"input": "the tokens that the operator reads", "output": "after the operator", "block": "after the block"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,18 @@ class LayerRates:
     def convention(self) -> str:
         return (
             f"R_var, unit-length projected tokens, c = p/eps², eps = {self.eps:g}, memberships sum to 1, raw U, "
-            f"at the operator's {self.at}; mean over {self.images} images"
+            f"{PLACES[self.at]}; mean over {self.images} images"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON: what is not there is None."""
+        return (
+            asdict(self)
+            | {"convention": self.convention}
+            | {
+                name: {key: [x if math.isfinite(x) else None for x in row] for key, row in getattr(self, name).items()}
+                for name in ("mean", "std")
+            }
         )
 
 
@@ -56,32 +71,40 @@ def layer_rates(
     model: VisionModel, images: Tensor | Iterable[Any], *, at: str = "input", eps: float = 0.1, batch_size: int = 64
 ) -> LayerRates:
     """The rates of every layer of `model` over `images`: one tensor, or batches of any number, also a loader's pairs."""
-    choose("at", at, ("input", "output"))
-    batches = images.split(batch_size) if isinstance(images, Tensor) else images
-    count, mean, spread = 0, torch.zeros(()), torch.zeros(())
-    training = {module: module.training for module in model.modules()}  # a frozen stem stays frozen afterwards
-    model.eval()
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                values = _values(
-                    model, batch[0] if isinstance(batch, tuple | list) else batch, at, eps
-                )  # (layers, quantities, b)
-                count, mean, spread = _merge(count, mean, spread, values)
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-    if not count:
+    return rates_at(model, images, (choose("at", at, PLACES),), eps=eps, batch_size=batch_size)[at]
+
+
+def rates_at(
+    model: VisionModel,
+    images: Tensor | Iterable[Any],
+    places: Sequence[str] = tuple(PLACES),
+    *,
+    eps: float = 0.1,
+    batch_size: int = 64,
+    tick: Callable[[int], None] = lambda images: None,
+) -> dict[str, LayerRates]:
+    """The same at several places, in one pass; `tick` is told of every batch."""
+    for at in places:
+        choose("at", at, PLACES)
+    running = Running()
+    with only_looking(model):
+        for some in batches_of(images, batch_size):
+            running.add(_values(model, some, places, eps))  # (places, layers, quantities, b)
+            tick(len(some))
+    if not running.count:
         raise OptionError("layer_rates was given no images.")
-    std = (spread / max(count - 1, 1)).sqrt()
-    return LayerRates(
-        model=model.config.name,
-        at=at,
-        eps=eps,
-        images=count,
-        mean={name: mean[:, i].tolist() for i, name in enumerate(QUANTITIES)},
-        std={name: std[:, i].tolist() for i, name in enumerate(QUANTITIES)},
-    )
+    mean, std = running.mean, running.std
+    return {
+        at: LayerRates(
+            model=model.config.name,
+            at=at,
+            eps=eps,
+            images=running.count,
+            mean={name: mean[place, :, i].tolist() for i, name in enumerate(QUANTITIES)},
+            std={name: std[place, :, i].tolist() for i, name in enumerate(QUANTITIES)},
+        )
+        for place, at in enumerate(places)
+    }
 
 
 def rates_of(tokens: Tensor, parts: Parts, operator: Operator, *, eps: float = 0.1) -> dict[str, Tensor]:
@@ -100,34 +123,28 @@ def rates_of(tokens: Tensor, parts: Parts, operator: Operator, *, eps: float = 0
     found["variational"] = objective.variational_rate(projected, share, gate, **rate)  # type: ignore[arg-type]
     found["raw"] = objective.variational_rate(projected, membership, gate, **rate)  # type: ignore[arg-type]
     found["all_heads"] = objective.variational_rate(projected, share, **rate)  # type: ignore[arg-type]
+    length = projected.norm(dim=-1, keepdim=True)
+    unit = projected / torch.where(length > 0, length, 1)
+    found["projected"] = objective.projected_rate(unit, share, eps=eps, width="head_dim")
+    found["gap"] = found["all_heads"] - found["projected"]
     found["complete"] = objective.complete_rate(tokens, subspaces, share, eps=eps)
     found["active"] = torch.full_like(coding, heads) if gate is None else (gate != 0).sum(-1).to(coding.dtype)
     found["mass"] = total.mean((1, 2))
     return found
 
 
-def _values(model: VisionModel, images: Tensor, at: str, eps: float) -> Tensor:
-    """(layers, quantities, b), one layer in memory at a time."""
+def _values(model: VisionModel, images: Tensor, places: Sequence[str], eps: float) -> Tensor:
+    """(places, layers, quantities, b), one layer in memory at a time."""
     z, grid = model.embed(images)
-    rows = []
+    rows: list[list[Tensor]] = [[] for _ in places]
     for block in model.blocks:
         layer = block.trace(z, grid)  # type: ignore[operator]
-        tokens, parts = layer.normed, layer.parts
-        if at == "output":
-            tokens = block.norm(layer.after_operator)  # type: ignore[operator]
-            parts = block.operator.decompose(tokens, grid=grid)  # type: ignore[union-attr, operator]
-        found = rates_of(tokens, parts, block.operator, eps=eps)  # type: ignore[arg-type]
-        rows.append(torch.stack([found[name].cpu().double() for name in QUANTITIES]))
         z = layer.after_feedforward
-    return torch.stack(rows)
-
-
-def _merge(count: int, mean: Tensor, spread: Tensor, values: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Chan's update of count, mean and sum of squared deviations by one batch (last axis)."""
-    new = values.shape[-1]
-    if not new:
-        return count, mean, spread
-    batch_mean = values.mean(-1)
-    batch_spread = (values - batch_mean.unsqueeze(-1)).square().sum(-1)
-    total, step = count + new, batch_mean - mean
-    return total, mean + step * (new / total), spread + batch_spread + step.square() * (count * new / total)
+        for row, at in zip(rows, places, strict=True):
+            tokens, parts = layer.normed, layer.parts
+            if at != "input":
+                tokens = block.norm(layer.after_operator if at == "output" else z)  # type: ignore[operator]
+                parts = block.operator.decompose(tokens, grid=grid)  # type: ignore[union-attr, operator]
+            found = rates_of(tokens, parts, block.operator, eps=eps)  # type: ignore[arg-type]
+            row.append(torch.stack([found[name].cpu().double() for name in QUANTITIES]))
+    return torch.stack([torch.stack(row) for row in rows])

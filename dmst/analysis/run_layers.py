@@ -29,7 +29,7 @@ def _by_layer(shown: list[Event], name: str) -> str:
     lines = []
     for i, event in enumerate(shown, 1):
         values = list(map(number, event["layers"][name]))
-        lines.append(Line(f"epoch {event['epoch']}", range(1, len(values) + 1), values, colour=f"c{i}"))
+        lines.append(Line(f"epoch {event['epoch']}", range(len(values)), values, colour=f"c{i}"))
     return line_chart(lines, "layer", f"{name} rate, nats")
 
 
@@ -69,7 +69,7 @@ def _layer_table(first: Event, last: Event, several: bool) -> str:
     rows = []
     for i, heads in enumerate(last["heads"]):
         pairs = [[f"{number(told[name][i]):.2f}" for told in ((first, last) if several else (last,))] for name in names]
-        never = [", ".join(str(k + 1) for k in last["never"][i]) or "none"] if "never" in last else []
-        rows.append([str(i + 1), *map(" → ".join, pairs), str(heads), *never])
+        never = [", ".join(str(k) for k in last["never"][i]) or "none"] if "never" in last else []
+        rows.append([str(i), *map(" → ".join, pairs), str(heads), *never])
     columns = ["layer", *names.values(), "heads", *(["never chosen"] if "never" in last else [])]
     return f"<h3>At the {'first and the ' if several else ''}last evaluation</h3>{table(columns, rows)}"

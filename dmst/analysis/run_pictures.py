@@ -49,7 +49,7 @@ class Sample:
         return f'<figure style="margin:0;flex:none;width:{size}px">{drawn}{caption}</figure>'
 
 
-def memberships(sample: Sample) -> str:
+def memberships(sample: Sample, name: str = "image") -> str:
     model = sample.model
     with only_looking(model):
         first = model.blocks[0].trace(*model.embed(sample.images[:1]))  # type: ignore[operator]
@@ -72,7 +72,7 @@ def memberships(sample: Sample) -> str:
         )
     if len(layers) < len(model.blocks):
         told.append(f" {len(layers)} of its {len(model.blocks)} layers are drawn.")
-    return "".join(told) + "</p>" + tabs("image", views) + ramp(low, high, "membership", 2 if high - low > 0.1 else 4)
+    return "".join(told) + "</p>" + tabs(name, views) + ramp(low, high, "membership", 2 if high - low > 0.1 else 4)
 
 
 def mistakes(sample: Sample, seen: str) -> str:
@@ -93,15 +93,15 @@ def _view(sample: Sample, i: int, trace: Trace, row: int, layers: Sequence[int],
     """One image, row `row` of the trace: itself, then heads down and layers across; beside it where there is room."""
     drawn = [maps(trace, layer)[row] for layer in layers]
     gates = [trace.layers[layer].parts.gate for layer in layers]
-    lines = ["<tr><th></th>" + "".join(f"<th scope=col>layer {layer + 1}</th>" for layer in layers) + "</tr>"]
+    lines = ["<tr><th></th>" + "".join(f"<th scope=col>layer {layer}</th>" for layer in layers) + "</tr>"]
     for k in range(len(drawn[0])):
         line = ""
         for layer, values, gate in zip(layers, drawn, gates, strict=True):
             g = None if gate is None else gate[row, k].item()
-            alt = f"head {k + 1} of layer {layer + 1}: {values[k].min():.2g} to {values[k].max():.2g}"
+            alt = f"head {k} of layer {layer}: {values[k].min():.2g} to {values[k].max():.2g}"
             tile = f"<figure>{image(colour(values[k], low, high), alt, TILE)}<figcaption>{_gate(g)}</figcaption></figure>"
             line += f"<td{' class=off' if g == 0 else ''}>{tile}</td>"
-        lines.append(f"<tr><th scope=row>head&nbsp;{k + 1}</th>{line}</tr>")
+        lines.append(f"<tr><th scope=row>head&nbsp;{k}</th>{line}</tr>")
     wide = f"flex:1 1 min(100%, {80 + (TILE + 12) * len(layers)}px);min-width:0"
     maps_of_it = f'<div class="scroll" style="{wide}"><table class="maps" style="margin-top:0">{"".join(lines)}</table></div>'
     room = "display:flex;flex-wrap:wrap;gap:14px 24px;margin-top:14px"

@@ -73,6 +73,17 @@ def write_run_report(
     return write_report(path, title, _lead(run), sections)
 
 
+def run_sections(
+    events: list[dict[str, Any]], recipe: str, model: VisionModel
+) -> tuple[tuple[Section, ...], tuple[Section, ...], str | None]:
+    """What a journal adds to the page of a network, before and after it; and the name of the data."""
+    run = Run(events, recipe, model)
+    early = {"What came of it": _scores(run), "Learning": _learning(run), "Layers over time": over_time(run)}
+    late = {"What happened on the way": _happened(run), "How this was made": _made(run, recipe)}
+    before, after = (tuple(Section(*each) for each in some.items() if each[1]) for some in (early, late))
+    return before, after, run.recipe.get("data", {}).get("name")
+
+
 def _lead(run: Run) -> str:
     score, epochs = run.scores.get(run.final), run.recipe.get("schedule", {}).get("epochs")
     init, batch = run.recipe.get("model", {}).get("init_from"), run.recipe.get("run", {}).get("batch_size", math.nan)
@@ -169,7 +180,9 @@ def _interruptions(run: Run) -> Iterator[str]:
         at = f"{when(event.get('time'))}, step {event.get('step', 0):,}"
         if event.get("event") == "stopped":
             went_on = f"; the run went on, and its next line is of {when(after.get('time'))}" if after else ""
-            yield f"{at}: stopped by {signal_name(event.get('signal'))}{went_on}."
+            reason = printable(event.get("reason") or "").rstrip(".")  # of a run that was ended by what its layers did
+            by = f"ended: {escape(reason)}" if reason else f"stopped by {signal_name(event.get('signal'))}"
+            yield f"{at}: {by}{went_on}."
         if event.get("event") == "start" and event is not run.starts[0]:
             changes = [f"<code>{escape(printable(line))}</code>" for line in event.get("changed") or []]
             yield f"{at}: went on with another recipe.{_list(changes)}"

@@ -7,6 +7,7 @@ dmst train RECIPE         train or fine-tune, or go on with a run; dmst train --
 dmst evaluate WEIGHTS     exact top-1 and top-5 of a saved model
 dmst classify PHOTO...    what a network sees in photos, with pictures of its memberships
 dmst analyze VERB         look inside: rates by layer, certificates, maps
+dmst report WEIGHTS       one page about a network: accuracy, calibration, rates, certificates, gates, answers with maps
 dmst recipes [NAME]       the recipes that ship, what each promises; --keys: all that can be set
 dmst reproduce TABLE      run what a table of experiments lacks, and write it as markdown
 dmst demo                 a DMST learns to read digits, and a page shows what it computes
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dmst.cli import analyze, bench, classify, data, reproduce, train
+from dmst.cli import analyze, bench, classify, data, report, reproduce, train
 
 app = typer.Typer(name="dmst", help="A white-box vision transformer.", no_args_is_help=True, add_completion=False)
 
@@ -128,6 +129,7 @@ app.command()(train.evaluate)
 app.command()(classify.classify)
 app.command()(train.recipes)
 app.command()(reproduce.reproduce)
+app.command()(report.report)
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")

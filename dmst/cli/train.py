@@ -38,6 +38,10 @@ def train(
     ),
     tensorboard: bool = typer.Option(False, "--tensorboard", help="Write DIR/tensorboard too."),
     timeout: float = typer.Option(60.0, min=1, help="Seconds that processes wait for each other."),
+    certify: bool = typer.Option(False, "--certify", help="At each evaluation, log on how many images each layer descends."),
+    stop_ascending: bool = typer.Option(
+        False, "--stop-ascending", help="End the run, saved, where a layer raises its rate twice in a row; implies --certify."
+    ),
     no_report: bool = typer.Option(False, "--no-report", help="Do not write DIR/report.html at the end."),
     quiet: bool = typer.Option(False, "--quiet", help="Say nothing but errors."),
 ) -> None:
@@ -56,20 +60,30 @@ def train(
     The folder holds checkpoints, a journal, and in the end final/ (for dmst.load_model and `dmst evaluate`) and report.html.
     Killed at any instant, the same command goes on and ends in the same bits. `dmst recipes --keys` lists what --set takes.
 
-    Exit status: 0 finished, 130 or 143 stopped by Ctrl-C or SIGTERM (saved), 75 the disk is full, 1 any other error.
+    Exit status: 0 finished, 130 or 143 stopped by Ctrl-C or SIGTERM (saved), 3 by --stop-ascending (saved), 75 the disk is
+    full, 1 any other error.
     """
+    from dmst.analysis.certificates import ascending, descent
     from dmst.analysis.probes import layers
     from dmst.engine import journal
     from dmst.engine.console import watcher
     from dmst.engine.recipe import read_recipe
+    from dmst.engine.train import Probe
     from dmst.engine.train import train as run
+    from dmst.errors import OptionError
 
     name, sugar = _recipe_of(recipe, data, model, init_from, data_dir)
     sugar += [f"data.on_bad_image={on_bad_image}"] if on_bad_image else []
     listeners = [journal.tensorboard(Path(out) / "tensorboard")] if tensorboard and _is_main() else []
+    plan = read_recipe(name, [*sugar, *changes])
+    probes: dict[str, Probe] = {"layers": layers}
+    if certify or stop_ascending:
+        if not (plan.data.eval or plan.data.holdout):
+            raise OptionError("--certify asks at evaluations, and this recipe has none: set data.eval or data.holdout.")
+        probes["certificate"] = descent
     result = run(
-        read_recipe(name, [*sugar, *changes]), out, data_dir=data_dir, device=device, workers=workers, watch=watcher(quiet),
-        probes={"layers": layers}, listeners=listeners, allow_config_change=allow_config_change,
+        plan, out, data_dir=data_dir, device=device, workers=workers, watch=watcher(quiet), probes=probes,
+        judge=ascending if stop_ascending else None, listeners=listeners, allow_config_change=allow_config_change,
         keep_going_on_full_disk=keep_going_on_full_disk, timeout=timeout,
     )  # fmt: skip
     if not no_report and result.journal:

@@ -108,10 +108,10 @@ def _learning(results: Results) -> str:
 
 def _memberships(mine: Trace, tost: Trace, unseen: Batch) -> str:
     chosen = _examples(unseen.labels)
-    views = [(f"layer {i + 1}", _map_table(mine, i, chosen, unseen, 0.0, 1.0)) for i in range(len(mine.layers))]
+    views = [(f"layer {i}", _map_table(mine, i, chosen, unseen, 0.0, 1.0)) for i in range(len(mine.layers))]
     last = len(tost.layers) - 1
     seen = maps(tost, last)[chosen]
-    views.append((f"ToST, layer {last + 1}", _map_table(tost, last, chosen, unseen, seen.min().item(), seen.max().item())))
+    views.append((f"ToST, layer {last}", _map_table(tost, last, chosen, unseen, seen.min().item(), seen.max().item())))
     return (
         "<p>A DMST layer gives every pixel a <b>membership</b> between 0 and 1 in each of its heads (each head is a subspace), "
         "and every image a <b>gate</b> per head. Yellow pixels belong to the head, dark ones do not. A head whose gate is "
@@ -139,9 +139,9 @@ def _map_table(trace: Trace, layer: int, chosen: Sequence[int], unseen: Batch, l
             values, g = every[i, k], 1.0 if gate is None else gate[i, k].item()
             bar = f'gate {"&lt; 0.01" if g < 0.01 else f"{g:.2f}"}<span class="bar"><i style="width:{g:.0%}"></i></span>'
             caption = "" if gate is None else bar if g else "silent"
-            alt = f"memberships in head {k + 1} of layer {layer + 1}, from {values.min():.2f} to {values.max():.2f}"
+            alt = f"memberships in head {k} of layer {layer}, from {values.min():.2f} to {values.max():.2f}"
             row += f"<td{'' if g else ' class=off'}>{_figure(colour(values, low, high), alt, caption)}</td>"
-        out.append(f"<tr><th scope=row>head {k + 1}</th>{row}</tr>")
+        out.append(f"<tr><th scope=row>head {k}</th>{row}</tr>")
     return f'<div class="scroll"><table class="maps">{"".join(out)}</table></div>{ramp(low, high, "membership")}'
 
 
@@ -149,15 +149,15 @@ def _gates(mine: Trace, unseen: Batch) -> str:
     heads = mine.layers[0].parts.gate.shape[1]  # type: ignore[union-attr]
     use = [gate_by_class(layer.parts.gate, unseen.labels, 10) for layer in mine.layers]  # type: ignore[arg-type]
     on = [(layer.parts.gate != 0).double().sum(-1).mean().item() for layer in mine.layers]  # type: ignore[union-attr]
-    said = ", ".join(f"{count:.1f} in layer {i + 1}" for i, count in enumerate(on))
+    said = ", ".join(f"{count:.1f} in layer {i}" for i, count in enumerate(on))
     return (
         f"<p>Mean gate over the unseen images of each digit. The gates of a layer sum to 1 for every image. Heads "
         f"that are on, of {heads}: {said}. Nobody told the network which digit uses which head.</p>"
         + cells(
             torch.cat(use, 1).tolist(),
             [str(digit) for digit in range(10)],
-            [f"h{k + 1}" for _ in use for k in range(heads)],
-            groups=[(f"layer {i + 1}", heads) for i in range(len(use))],
+            [f"h{k}" for _ in use for k in range(heads)],
+            groups=[(f"layer {i}", heads) for i in range(len(use))],
             corner="digit",
         )
     )
@@ -172,7 +172,7 @@ def _rates(rates: dict[tuple[str, str], LayerRates]) -> str:
             out.append(
                 Line(
                     f"{name.removesuffix('_digits')}, {'what the layer reads' if band else 'after its step'}",
-                    list(range(1, len(mean) + 1)),
+                    list(range(len(mean))),
                     mean,
                     [m - s for m, s in zip(mean, std, strict=True)] if band else None,
                     [m + s for m, s in zip(mean, std, strict=True)] if band else None,
@@ -185,7 +185,7 @@ def _rates(rates: dict[tuple[str, str], LayerRates]) -> str:
     before, after = rates["dmst_digits", "input"], rates["dmst_digits", "output"]
     other = rates["tost_digits", "input"]
     steps = [b - a for a, b in zip(before.mean["variational"], after.mean["variational"], strict=True)]
-    falls = [f"layer {i + 1} {_moves(step)}" for i, step in enumerate(steps)]
+    falls = [f"layer {i} {_moves(step)}" for i, step in enumerate(steps)]
     charts = line_chart(lines("variational"), "layer", "variational rate, nats") + line_chart(
         lines("complete"), "layer", "complete rate, nats"
     )

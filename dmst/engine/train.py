@@ -52,6 +52,8 @@ LEFT = re.compile(r"\.(final|recipe\.toml|journal\.jsonl|scan-\w+\.json|report\.
 SAMPLE = 256  # images for the report
 LISTED = 20  # images that are named
 Probe = Callable[[VisionModel, Tensor], Any]
+Judge = Callable[[Sequence[Mapping[str, Any]]], str]  # of the evaluations so far, as the journal has them
+JUDGED = 3  # the exit status where a judge ended a run
 
 
 class Result(NamedTuple):
@@ -71,19 +73,24 @@ def train(
     workers: int = 0,
     watch: Quiet | None = None,
     probes: Mapping[str, Probe] | None = None,
+    judge: Judge | None = None,
     listeners: Sequence[journal.Listener] = (),
     allow_config_change: bool = False,
     keep_going_on_full_disk: bool = False,
     timeout: float = 60.0,
     dtype: torch.dtype = torch.float32,
 ) -> Result:
-    """Train `recipe` in the folder `out`, or go on there. `probes` are asked at each evaluation: name -> f(model, images)."""
+    """Train `recipe` in the folder `out`, or go on there. `probes` are asked at each evaluation: name -> f(model, images).
+
+    Then `judge` hears all evaluations, probes included; if it says why the run should end, the run is saved and ends there.
+    """
     with joined(device, timeout) as group, _determined(recipe, group), ExitStack() as stack:
         folder = RunFolder(out)
         with group.together("opening the folder"):
             if group.main:
                 stack.enter_context(folder)
         loop = _Loop(recipe, folder, group, watch if watch is not None and group.main else Quiet(), probes or {}, listeners)
+        loop.judge = judge
         loop.prepare(data_dir, workers, dtype, allow_config_change)
         return loop.run(keep_going_on_full_disk)
 
@@ -299,13 +306,15 @@ class _Loop:
             best = due and self.best.get("step") == self.step
             if best or (due if not run.save_every else self.step % run.save_every == 0 or self.step == self.steps):
                 self._save()
-            if self.group.any(bool(self._stop)):
+            if self.group.any(bool(self._stop or self._verdict)):
                 if self._tried != self.step:
                     self._save()
                 raise self._stopped()
             if due or self._tried == self.step:
                 clock.skip()
 
+    judge: Judge | None = None
+    _verdict = ""  # of the judge, the same on all processes
     _tried = -1  # the step that was to be saved last, the same on all processes
     _saved = -1  # the step that was
 
@@ -334,6 +343,13 @@ class _Loop:
             words = ", ".join(f"{name} {score.top1:.2%}" for name, score in self.last_score.items())
             self.watch.say(f"epoch {epoch}: loss {values['train_loss']:.4f}, top-1 on {self.recipe.data.evaluated}: {words}")
         self.journal.write("evaluation", self.step, **values)
+        if self.judge is not None and self.step < self.steps:
+            verdict = ""
+            with self.group.together("judging the evaluation"):
+                if self.group.main:
+                    events = journal.read(self.folder.path / journal.NAME)
+                    verdict = self.judge([event for event in events if event["event"] == "evaluation"])
+            self._verdict = self.group.tell(verdict)
 
     def _sample(self, most: int) -> tuple[Tensor, Tensor]:
         """The first images that count, of what is evaluated."""
@@ -433,10 +449,13 @@ class _Loop:
         return Result(self.folder.path, model.eval(), score, sample, events)
 
     def _stopped(self) -> Stopped:
-        self.journal.write("stopped", self.step, signal=self._stop)
+        self.journal.write("stopped", self.step, signal=self._stop, **({"reason": self._verdict} if self._verdict else {}))
         saved = "which is saved" if self._saved == self.step or not self.group.main else "which could not be saved"
         told = f"Stopped after step {self.step:,} of {self.steps:,}, {saved}. The same command goes on."
-        return Stopped(told, self._stop or signal.SIGTERM)
+        stopped = Stopped(f"{self._verdict} {told}".strip(), self._stop or signal.SIGTERM)
+        if self._verdict and not self._stop:
+            stopped.exit_code = JUDGED
+        return stopped
 
     def _asked_to_stop(self, number: int) -> None:
         if os.getpid() != self._process:  # a loader's worker, which has our handlers: the main process says when it ends

@@ -54,7 +54,7 @@ def by_layer(name: str, runs: dict[str, list[ledger.Line]]) -> list[str]:
         return []
     depth = max(map(len, rows.values()))
     scale = 100 if LAYERS[name].endswith("%") else 1
-    out = ["", f"## {LAYERS[name]}, by layer", "", "| | " + " | ".join(str(i + 1) for i in range(depth)) + " |"]
+    out = ["", f"## {LAYERS[name]}, by layer", "", "| | " + " | ".join(str(i) for i in range(depth)) + " |"]
     out += ["|---" * (depth + 1) + "|"]
     return out + [
         f"| {cell} | {' | '.join('-' if math.isnan(x) else f'{scale * x:.1f}' for x in values)} |"

@@ -1,0 +1,83 @@
+"""What a network answers over many images, kept small: a row an image, no picture; calibration and confusion from the rows.
+
+Answers      logits' best class, how sure, whether right, second best; gates of every layer
+calibration  15 bins of equal width: share of images, mean confidence, accuracy; their gap, weighted, is the expected error
+confusion    (classes, classes): row is, column said
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmst.analysis.probes import only_looking
+from dmst.errors import OptionError
+from dmst.models import VisionModel
+
+BINS = 15
+
+
+class Answers(NamedTuple):
+    says: Tensor  # (n)
+    sure: Tensor  # (n)       probability of what it says
+    labels: Tensor  # (n)     -1 where none is known
+    top5: Tensor  # (n)       whether the label is among the five likeliest
+    gates: list[Tensor | None]  # (n, k) a layer; None where the operator has no gate
+
+    @property
+    def right(self) -> Tensor:
+        return self.says == self.labels
+
+    @property
+    def labelled(self) -> bool:
+        return bool((self.labels >= 0).all())
+
+
+def answers(
+    model: VisionModel, batches: Iterable[tuple[Tensor, Tensor | None]], tick: Callable[[int], None] = lambda images: None
+) -> Answers:
+    """One pass; only numbers are kept."""
+    rows: list[tuple[Tensor, ...]] = []
+    gates: list[list[Tensor]] = [[] for _ in model.blocks]
+    with only_looking(model):
+        for images, given in batches:
+            trace = model.trace(images)
+            probabilities = trace.logits.double().softmax(-1).cpu()
+            labels = torch.full((len(images),), -1) if given is None else given.cpu()
+            best = probabilities.topk(min(5, probabilities.shape[1])).indices
+            sure, says = probabilities.max(-1)
+            rows.append((says, sure, labels, (best == labels[:, None]).any(1)))
+            for kept, layer in zip(gates, trace.layers, strict=True):
+                if layer.parts.gate is not None:
+                    kept.append(layer.parts.gate.float().cpu())
+            tick(len(images))
+    if not rows:
+        raise OptionError("no images were given.")
+    says, sure, labels, top5 = (torch.cat(column) for column in zip(*rows, strict=True))
+    return Answers(says, sure, labels, top5, [torch.cat(kept) if kept else None for kept in gates])
+
+
+class Bin(NamedTuple):
+    share: float
+    sure: float
+    right: float
+
+
+def calibration(found: Answers) -> tuple[float, list[Bin]]:
+    """The expected calibration error, and the bins that hold images, from unsure to sure."""
+    place = (found.sure * BINS).ceil().long().clamp(1, BINS) - 1
+    bins = []
+    for i in range(BINS):
+        inside = place == i
+        if inside.any():
+            share, sure = inside.double().mean().item(), found.sure[inside].mean().item()
+            bins.append(Bin(share, sure, found.right[inside].double().mean().item()))
+    return sum(each.share * abs(each.right - each.sure) for each in bins), bins
+
+
+def confusion(found: Answers, classes: int) -> Tensor:
+    """Counts, row is, column said."""
+    return torch.bincount(found.labels * classes + found.says, minlength=classes * classes).view(classes, classes)

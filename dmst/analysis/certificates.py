@@ -1,0 +1,287 @@
+"""Certificates: whether each layer's step, as the block really made it, lowers the rate that the layer stands for.
+
+    x = norm z       what the operator read: here the rate is measured
+    step = z' - z    what the block added (scale times output), taken from the trace: not a second formula
+    R_var            of the layer's own subspaces U, memberships pi and gate g; c = 1 (the operator's own) or c = d/eps^2
+
+    R_var(x + t step) <= R_var(x) + (t lin + t^2 quad/2)/n      for every t, pi and g frozen at x (f is concave)
+    S = g x U,  E = g step U,  W = pi f'(g^2 T):                lin = sum W S E,   quad = sum W E^2
+
+so lin < 0 guarantees descent for 0 < t < -2 lin/quad. The network steps with t = 1. By image, by head and in all, in nats:
+
+    rate         R_var(x)
+    lin, quad    the two numbers above, over n
+    longest      -2 lin/quad: shorter steps surely descend; 0 where the direction is not one of descent
+    bound        lin + quad/2: the change at t = 1 is at most this; below 0, descent is guaranteed
+    frozen       the change at t = 1, pi and g frozen
+    anew         the same with pi and g computed anew of x + step
+    normed       R_var(norm z') - R_var(x), frozen: what the network's tokens did. A norm undoes shrinking
+    reread       the same with pi and g computed anew: what it costs when the layer reads its own result
+
+A head's numbers are those of its own term of R_var; they add up, but for `longest`. Layers and heads count from 0.
+Any operator with memberships has a certificate, also one that was derived from no rate (the gated channel); others have none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmst import objective
+from dmst.analysis.probes import AT_ONCE, only_looking
+from dmst.analysis.running import Numbers, Running, batches_of, finite
+from dmst.errors import OptionError, choose, shown
+from dmst.models import VisionModel
+from dmst.models.block import LayerTrace
+from dmst.operators import Operator, Parts
+
+QUANTITIES = ("rate", "lin", "quad", "longest", "bound", "frozen", "anew", "normed", "reread")
+BASES = ("raw", "orthonormal")
+NO_RATE = "no rate to certify"
+IN_A_ROW = 2  # evaluations at which a layer must climb before a run is ended for it
+
+
+@dataclass(frozen=True)
+class LayerCertificate:
+    """What one layer's step did, in all and head by head: quantity -> numbers."""
+
+    layer: int
+    total: dict[str, Numbers]
+    heads: list[dict[str, Numbers]]
+    shortest: float  # the least `longest` of all images: steps below it descend on every one
+
+    @property
+    def descends(self) -> float:
+        """The share of images on which the step lowers the rate, memberships and gate frozen."""
+        return self.total["frozen"].below
+
+    @property
+    def guaranteed(self) -> float:
+        """The share on which the bound alone says so."""
+        return self.total["bound"].below
+
+    @property
+    def raising(self) -> list[int]:
+        """Heads whose own term the step raises, on average."""
+        return [i for i, head in enumerate(self.heads) if head["frozen"].mean > 0]
+
+    def sentence(self) -> str:
+        change, again = self.total["frozen"].mean, self.total["reread"]
+        how = "lowers" if change < 0 else "raises" if change > 0 else "does not change"
+        by = f" by {_nats(change)} on average" if change else ""
+        heads = f"; {_heads(self.raising, len(self.heads))}" if change < 0 or self.raising else ""
+        then = "less" if again.mean < 0 else "more"
+        return (
+            f"Layer {self.layer} {how} the rate{by}; it falls on {self.descends:.0%} of the images, guaranteed on "
+            f"{self.guaranteed:.0%}{heads}. Read again after the norm, the tokens cost {_nats(again.mean)} {then} (less on "
+            f"{again.below:.0%})."
+        )
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Every layer of a network; None where there is no rate to certify."""
+
+    model: str
+    images: int
+    eps: float  # sqrt(d) where c = 1
+    c: float
+    basis: str
+    layers: list[LayerCertificate | None]
+
+    @property
+    def convention(self) -> str:
+        bases = "raw U" if self.basis == "raw" else "U orthonormal by QR, without bias"
+        return (
+            f"R_var at the tokens that each operator read, c = d/eps² = {self.c:g} (eps = {self.eps:g}), {bases}, "
+            f"memberships and gates as computed; {self.images:,} images"
+        )
+
+    def sentences(self) -> list[str]:
+        told = [f"Layer {i}: {NO_RATE}." if each is None else each.sentence() for i, each in enumerate(self.layers)]
+        return [f"{self.model}: {NO_RATE}, its operator has no memberships."] if not any(self.layers) else told
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; what is not finite is None."""
+        return finite(asdict(self))
+
+    @staticmethod
+    def from_dict(told: Mapping[str, Any]) -> Certificate:
+        layers = [None if each is None else _layer_from(each) for each in told["layers"]]
+        return Certificate(**{**told, "layers": layers})
+
+
+def certify(
+    model: VisionModel,
+    images: Tensor | Iterable[Any],
+    *,
+    eps: float | None = None,
+    basis: str = "raw",
+    batch_size: int = 64,
+) -> Certificate:
+    """The certificate of every layer over `images`: one tensor, or batches of any number, also a loader's pairs.
+
+    eps=None is c = 1, the rate that the operators descend; basis="orthonormal" takes each head's U by QR, without its bias.
+    """
+    choose("basis", basis, BASES)
+    c = code_scale(model.config.dim, eps)
+    running = [Running() for _ in model.blocks]
+    least = [math.inf] * len(running)
+    count = 0
+    with only_looking(model):
+        for batch in batches_of(images, batch_size):
+            count += len(batch)
+            for i, found in enumerate(_read(model, batch, c, basis) if len(batch) else ()):
+                if found is not None:
+                    running[i].add(found)
+                    least[i] = min(least[i], found[QUANTITIES.index("longest"), -1].min().item())
+    if not count:
+        raise OptionError("certify was given no images.")
+    layers = [_layer(i, each, least[i]) if each.count else None for i, each in enumerate(running)]
+    return Certificate(model.config.name, count, math.sqrt(model.config.dim / c), c, basis, layers)
+
+
+def certificate_of(
+    projected: Tensor, step: Tensor, membership: Tensor, gate: Tensor | None = None, *, c: float = 1.0
+) -> dict[str, Tensor]:
+    """rate, lin, quad, bound and frozen of each head (b, k) where projected (b, k, n, p) moves by `step`, whatever made it."""
+    s, e, pi = projected.double(), step.double(), membership.double()
+    g = torch.ones_like(pi[..., 0]) if gate is None else gate.double()
+    n = s.shape[-2]
+    mass = pi.sum(-1)
+    moment = torch.einsum("bkn,bknp->bkp", pi, s.square()) / torch.where(mass > 0, mass, 1).unsqueeze(-1)
+    slope = c * g.square().unsqueeze(-1) / (1 + c * g.square().unsqueeze(-1) * moment)  # g^2 f'(g^2 T), (b, k, p)
+    lin = torch.einsum("bkn,bknp,bkp->bk", pi, s * e, slope) / n
+    quad = torch.einsum("bkn,bknp,bkp->bk", pi, e.square(), slope) / n
+    before, after = (rate_by_head(x, pi, g, c=c) for x in (s, s + e))
+    return {"rate": before, "lin": lin, "quad": quad, "bound": lin + quad / 2, "frozen": after - before}
+
+
+def rate_by_head(projected: Tensor, membership: Tensor, gate: Tensor | None, *, c: float) -> Tensor:
+    """Each head's term of R_var, (b, k): the objective of one head at a time."""
+    b, k, _, p = projected.shape
+    alone = None if gate is None else gate.double().flatten(0, 1).unsqueeze(-1)
+    heads = projected.double().flatten(0, 1).unsqueeze(1)
+    members = membership.double().flatten(0, 1).unsqueeze(1)
+    rate = objective.variational_rate(heads, members, alone, eps=math.sqrt(p / c), width="head_dim")
+    return rate.unflatten(0, (b, k))
+
+
+# --- during training -------------------------------------------------------------------------------------------------
+
+
+def descent(model: VisionModel, images: Tensor) -> dict[str, Any]:
+    """A probe for `dmst.engine.train`: one number a layer, None where there is no rate.
+
+    {"images": 64, "c": 1.0, "change": [-0.21, 0.04],   mean change of the rate, frozen
+     "descends": [1.0, 0.3], "guaranteed": [0.9, 0.0]}  shares of the images
+    """
+    found = certify(model, images, batch_size=AT_ONCE)
+    numbers = {
+        "change": [each and each.total["frozen"].mean for each in found.layers],
+        "descends": [each and each.descends for each in found.layers],
+        "guaranteed": [each and each.guaranteed for each in found.layers],
+    }
+    return finite({"images": found.images, "c": found.c, **numbers})
+
+
+def ascending(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """Why a run should end: layers whose mean change is above 0 at each of the last two evaluations. "" where there is none."""
+    last = [event["certificate"]["change"] for event in evaluations[-IN_A_ROW:] if "certificate" in event]
+    if len(last) < IN_A_ROW:
+        return ""
+    told = []
+    for layer, changes in enumerate(zip(*last, strict=True)):
+        if all(change is not None and change > 0 for change in changes):
+            told.append(f"layer {layer} ({' and '.join(f'{change:+.3g}' for change in changes)} nats)")
+    if not told:
+        return ""
+    what = f"{', '.join(told)} {'raise their own rates' if len(told) > 1 else 'raises its own rate'}"
+    return f"At {IN_A_ROW} evaluations in a row {what}."
+
+
+# --- shared with theorem.py ------------------------------------------------------------------------------------------
+
+
+def code_scale(dim: int, eps: float | None) -> float:
+    """c = d/eps^2; 1 where no eps is given."""
+    if eps is not None and not 0 < eps < math.inf:
+        raise OptionError(f"eps is {shown(eps)}: it must be a number above 0 (it is squared inside), or None for c = 1.")
+    return 1.0 if eps is None else dim / eps**2
+
+
+def coordinates(tokens: Tensor, parts: Parts, operator: Operator, basis: str) -> tuple[Tensor, Tensor]:
+    """Tokens in each subspace (b, k, n, p), as computed or on orthonormal bases, and the bases U (k, d, p). float64."""
+    subspaces = operator.subspaces()
+    assert subspaces is not None and parts.projected is not None
+    if basis == "raw":
+        return parts.projected.double(), subspaces.double()
+    bases = torch.linalg.qr(subspaces.double()).Q
+    return torch.einsum("bnd,kdp->bknp", tokens.double(), bases), bases
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def _read(model: VisionModel, images: Tensor, c: float, basis: str) -> Iterator[Tensor | None]:
+    """For each layer every quantity (quantities, k + 1, b), all heads together last; None where there is no rate."""
+    z, grid = model.embed(images)
+    for block in model.blocks:  # one layer in memory at a time
+        layer = block.trace(z, grid)  # type: ignore[operator]
+        z = layer.after_feedforward
+        known = layer.parts.membership is not None
+        yield _quantities(layer, block.operator, block.norm, grid, c, basis) if known else None  # type: ignore[arg-type]
+
+
+def _quantities(layer: LayerTrace, operator: Operator, norm: torch.nn.Module, grid: Any, c: float, basis: str) -> Tensor:
+    parts, delta = layer.parts, layer.after_operator.double() - layer.z.double()
+    assert parts.membership is not None
+    projected, bases = coordinates(layer.normed, parts, operator, basis)
+    step = torch.einsum("bnd,kdp->bknp", delta, bases)
+    found = certificate_of(projected, step, parts.membership, parts.gate, c=c)
+
+    def change(tokens: Tensor, frozen: bool) -> Tensor:
+        there = operator.decompose(tokens, grid=grid)
+        s, _ = coordinates(tokens, there, operator, basis)
+        held = parts if frozen else there
+        assert held.membership is not None
+        return rate_by_head(s, held.membership, held.gate, c=c) - found["rate"]
+
+    after = norm(layer.after_operator)
+    found["anew"] = change((layer.normed.double() + delta).to(layer.normed.dtype), frozen=False)
+    found["normed"], found["reread"] = change(after, frozen=True), change(after, frozen=False)
+    found = {name: torch.cat((x, x.sum(-1, keepdim=True)), -1) for name, x in found.items()}
+    falls = (found["lin"] < 0) & (found["quad"] > 0)
+    found["longest"] = torch.where(falls, -2 * found["lin"] / torch.where(falls, found["quad"], 1), 0)
+    return torch.stack([found[name].mT for name in QUANTITIES]).cpu()
+
+
+def _layer(layer: int, running: Running, shortest: float) -> LayerCertificate:
+    heads = running.mean.shape[1] - 1
+    rows = [{name: running.numbers(i, row) for i, name in enumerate(QUANTITIES)} for row in range(heads + 1)]
+    return LayerCertificate(layer, rows[-1], rows[:-1], shortest)
+
+
+def _layer_from(told: Mapping[str, Any]) -> LayerCertificate:
+    def read(row: Mapping[str, Any]) -> dict[str, Numbers]:
+        return {name: Numbers(**numbers) for name, numbers in row.items()}
+
+    return LayerCertificate(told["layer"], read(told["total"]), [read(row) for row in told["heads"]], told["shortest"])
+
+
+def _nats(change: float) -> str:
+    return f"{abs(change):#.2g} nats"  # two digits, also of a round number
+
+
+def _heads(raising: Sequence[int], heads: int) -> str:
+    if not raising:
+        return "no head raises it"
+    if len(raising) == heads:
+        return "every head raises it"
+    *most, last = map(str, raising)
+    return f"heads {', '.join(most)} and {last} raise it" if most else f"head {last} raises it"

@@ -1,0 +1,58 @@
+"""What the verbs of `dmst analyze` share: options, the bar, how a table is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dmst.cli.progress import counted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dmst.engine.samples import Sample
+
+WEIGHTS = typer.Argument(
+    "dmst_digits", help="A network that ships (`dmst models --shipped`), a saved model, or a finished run."
+)
+DATA = typer.Option(None, metavar="NAME", help="A dataset's name, or a folder of class folders; what is at hand if not given.")
+DATA_DIR = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are.")
+SPLIT = typer.Option("test", help="test or train.")
+LIMIT = typer.Option(1000, min=1, help="Images at most, chosen by hash.")
+EPS = typer.Option(None, help="The precision, c = d/eps²; if not given c = 1, the rate that the operators themselves descend.")
+ORTHONORMAL = typer.Option(False, "--orthonormal", help="Take each head's subspace by QR, without bias, not as it is.")
+BATCH = typer.Option(64, "--batch-size", min=1, help="Images at a time; the numbers do not depend on it.")
+JSON = typer.Option(False, "--json", help="All numbers, by layer and head, as one JSON object.")
+DEVICE = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given.")
+
+
+def shown(looked_at: Sample) -> Iterator[Tensor]:
+    """The batches of a sample, with a bar for who sits there."""
+    with counted(looked_at.name, looked_at.count) as tick:
+        for images, _ in looked_at:
+            yield images
+            tick(len(images))
+
+
+def columns(weights: str, looked_at: Sample, names: Sequence[str]) -> Table:
+    """A table of numbers that a terminal of 80 columns holds."""
+    title = f"{escape(weights)} on {escape(looked_at.name)}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def tell(table: Table | None, sentences: list[str]) -> None:
+    """The table, then what it means, a line each."""
+    console = Console()
+    if table is not None:
+        console.print(table)
+    for sentence in sentences:
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,48 @@
+"""`dmst report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+
+def report(
+    weights: str = typer.Argument("dmst_digits", help="A run, a saved model, or the name of one that ships."),
+    out: str = typer.Option(None, metavar="FILE.html", help="Where the page goes; NAME-report.html here if not given."),
+    data: str = typer.Option(
+        None, help="A dataset's name, or a folder; of a run: what it was evaluated on; else what is at hand."
+    ),
+    split: str = typer.Option("test", help="test or train."),
+    data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are."),
+    limit: int = typer.Option(1000, min=1, help="At most so many images, chosen by hash."),
+    device: str = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given."),
+) -> None:
+    """One page about a network: accuracy, confusion, calibration, rates, certificates, gates, and its surest answers with maps.
+
+    dmst report runs/cifar --data-dir DIR
+
+    A single file, which needs no network and runs no script.
+    """
+    from dmst.analysis.run_report import run_sections
+    from dmst.analysis.weights_report import write_weights_report
+    from dmst.cli.progress import counted
+    from dmst.engine import journal
+    from dmst.engine.distributed import joined
+    from dmst.engine.prepare import read_weights
+    from dmst.engine.samples import sample
+
+    run = Path(weights)
+    events = list(journal.read(run / "journal.jsonl")) if (run / "journal.jsonl").is_file() else []
+    with joined(device) as group:
+        model = read_weights(weights).to(group.device)
+        before, after, known = (
+            run_sections(events, (run / "recipe.toml").read_text(encoding="utf-8"), model) if events else ((), (), None)
+        )
+        looked = sample(model, data or known, split=split, data_dir=data_dir, limit=limit, device=group.device)
+        page = out or f"{run.resolve().name}-report.html"
+        with counted(looked.name, 2 * looked.count) as tick:
+            written = write_weights_report(
+                page, model, looked, looked.name, weights=run.name or weights, before=before, after=after, tick=tick
+            )
+    typer.echo(f"{written}")
