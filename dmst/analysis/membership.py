@@ -4,6 +4,7 @@ maps(trace, layer)          (b, k, rows, columns): membership of every patch in 
 colour(values, low, high)   numbers to colours: dark blue (low) over grey to yellow (high), readable in grey and by everyone
 overlay(image, map)         the map over the image it belongs to
 sheet(trace, images)        images down, heads across: one picture
+layers_sheet(trace, image)  layers down, heads across: one picture of one image
 gate_by_class(gates, labels)
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmst.errors import OptionError
-from dmst.models import Trace
+from dmst.models import LayerTrace, Trace
 
 Pixels = NDArray[np.uint8]  # (h, w, 3)
 
@@ -38,12 +39,17 @@ MISSING = (204, 121, 167)  # a number that is not there: none of the ramp's colo
 
 def maps(trace: Trace, layer: int = -1) -> Tensor:
     """(b, k, rows, columns): the memberships of the patches in one layer (from 0; -1 is the last)."""
-    if not -len(trace.layers) <= layer < len(trace.layers):
-        raise OptionError(f"layer is {layer}: the model has layers 0 to {len(trace.layers) - 1}.")
-    membership = trace.layers[layer].parts.membership
+    membership = layer_of(trace, layer).parts.membership
     if membership is None:
         raise OptionError("this model's operator computes no memberships: there is nothing to draw.")
     return membership[..., trace.prefix :].unflatten(-1, trace.grid).detach().float().cpu()
+
+
+def layer_of(trace: Trace, layer: int) -> LayerTrace:
+    """One layer of a trace, from 0; -1 is the last."""
+    if not -len(trace.layers) <= layer < len(trace.layers):
+        raise OptionError(f"layer is {layer}: the model has layers 0 to {len(trace.layers) - 1}.")
+    return trace.layers[layer]
 
 
 def gate_by_class(gates: Tensor, labels: Tensor, classes: int) -> Tensor:
@@ -101,13 +107,46 @@ def sheet(trace: Trace, images: Tensor, layer: int = -1, *, size: int = 160, low
     words: list[list[str]] = []
     for i, image in enumerate(images):
         plain = fit(picture(image), size)
-        rows.append([plain])
-        words.append(["image"])
-        for k in range(values.shape[1]):
-            g = None if gate is None else gate[i, k].item()
-            rows[-1].append(_faint(plain) if g == 0 else overlay(plain, values[i, k], low, high))
-            words[-1].append(f"head {k}" if g is None else f"head {k}: silent" if g == 0 else f"head {k}: gate {g:.2f}")
+        tiles, told = _heads(plain, values[i], None if gate is None else gate[i], low, high)
+        rows.append([plain, *tiles])
+        words.append(["image", *told])
     return lay_out(rows, words)
+
+
+def layers_sheet(
+    trace: Trace,
+    image: Tensor,
+    index: int = 0,
+    *,
+    layers: Sequence[int] | None = None,
+    size: int = 160,
+    low: float = 0.0,
+    high: float = 1.0,
+) -> Pixels:
+    """One picture of one image (c, h, w), number `index` of the trace: layers (all, or `layers`) down, heads across."""
+    if image.ndim != 3 or not 0 <= index < len(trace.logits):
+        raise OptionError(
+            f"image has shape {tuple(image.shape)} and index {index}: one image (c, h, w) of the {len(trace.logits)} traced."
+        )
+    plain = fit(picture(image), size)
+    rows: list[list[Pixels]] = []
+    words: list[list[str]] = []
+    for number in range(len(trace.layers)) if layers is None else layers:
+        gate = layer_of(trace, number).parts.gate
+        tiles, told = _heads(plain, maps(trace, number)[index], None if gate is None else gate[index], low, high)
+        rows.append([plain, *tiles])
+        words.append([f"layer {number % len(trace.layers)}", *told])
+    return lay_out(rows, words)
+
+
+def _heads(plain: Pixels, values: Tensor, gate: Tensor | None, low: float, high: float) -> tuple[list[Pixels], list[str]]:
+    """The tiles of the heads of one layer for one image, values (k, rows, columns), and the words under them."""
+    tiles, words = [], []
+    for k, each in enumerate(values):
+        g = None if gate is None else gate[k].item()
+        tiles.append(_faint(plain) if g == 0 else overlay(plain, each, low, high))
+        words.append(f"head {k}" if g is None else f"head {k}: silent" if g == 0 else f"head {k}: gate {g:.2f}")
+    return tiles, words
 
 
 def fit(pixels: Pixels, size: int) -> Pixels:

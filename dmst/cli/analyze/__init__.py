@@ -4,4 +4,12 @@ from __future__ import annotations
 
 import typer
 
+from dmst.cli.analyze import certify, maps, rates, scored, theorem
+
 app = typer.Typer(name="analyze", help="Look inside a trained network.", no_args_is_help=True)
+
+app.command()(rates.rates)
+app.command()(certify.certify)
+app.command()(theorem.theorem)
+app.command()(maps.maps)
+app.command()(scored.scored)

@@ -1,0 +1,303 @@
+"""Is a map true? Take away the patches that it names and see what the network's answer loses.
+
+    deletion     most important patches first, each replaced by the image's own mean colour      low area: a true map
+    insertion    the other way round: from the mean colour alone, most important first           high area: a true map
+    road         deletion, each removed pixel the mean of its neighbours, solved as one linear   low area: a true map
+                 system, plus a little noise (ROAD, Rong et al. 2022): the holes' shape gives nothing away
+
+    area = of the curve: probability of the class that the network chose, against the share of patches taken, 0 to 1
+
+What puts the patches in order: numbers that the network itself computed, and two that it did not, for comparison:
+
+    membership   pi of the head with the largest gate, by image (no gate: of the largest mass)      layer `layer`
+    gated        sum_k g_k pi_nk                                                                    layer `layer`, with gates
+    attention    what a patch receives: the row of the class token, or the mean of all rows         MHSA and MSSA
+    gradient     gradient of the chosen class's logit times the input, summed over the patch
+    centre       the middle of the picture first: by no network
+    random       the mean area of several random orders, by no network: what the others have to beat
+
+Of each area the mean, and the paired differences to random and to centre with their bootstrap 95 % intervals, positive where
+the order is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dmst.analysis.intervals import Interval, bootstrap
+from dmst.analysis.membership import layer_of
+from dmst.analysis.probes import only_looking
+from dmst.errors import OptionError, choose
+from dmst.models import Trace, VisionModel
+
+TESTS = ("insertion", "deletion", "road")
+NOISE = 0.01  # of the pixels as the network takes them, road
+AT_ONCE = 1 << 16  # numbers a solve on the CPU: more do not stay in its cache
+COARSEST = 8  # pixels: the size at which road's linear system is solved from nothing
+LEAST = 0.001  # of an area: a smaller difference is none, however sure
+STEPS = 10
+Answer = Callable[[Tensor], Tensor]  # images (b, c, h, w) -> logits (b, classes)
+
+
+def orders_of(model: VisionModel, images: Tensor, layer: int = -1) -> dict[str, Tensor]:
+    """How important each patch is, (b, n), by everything that this network computes of it; without random."""
+    with torch.enable_grad():
+        pixels = images.detach().clone().requires_grad_()
+        logits = model(pixels)
+        slope = torch.autograd.grad(logits.gather(1, logits.argmax(-1, keepdim=True)).sum(), pixels)[0]
+    with torch.no_grad():
+        found = patch_orders(model.trace(images), layer)
+        by_patch = F.avg_pool2d((slope * images).sum(1, keepdim=True), model.config.patch_size)
+    return found | {"gradient": by_patch.flatten(1)}
+
+
+def patch_orders(trace: Trace, layer: int = -1) -> dict[str, Tensor]:
+    """membership, gated and attention of one layer of a trace, as far as the layer has them."""
+    parts = layer_of(trace, layer).parts
+    prefix, found = trace.prefix, dict[str, Tensor]()
+    if parts.membership is not None:
+        membership = parts.membership[..., prefix:]  # (b, k, n)
+        used = membership.sum(-1) if parts.gate is None else parts.gate
+        found["membership"] = membership[torch.arange(len(membership)), used.argmax(-1)]
+        if parts.gate is not None:
+            found["gated"] = (parts.gate.unsqueeze(-1) * membership).sum(1)
+    if (received := attention_received(trace, layer)) is not None:
+        found["attention"] = received.mean(1)
+    return found
+
+
+def attention_received(trace: Trace, layer: int = -1) -> Tensor | None:
+    """(b, k, n): how much each patch is looked at, by the class token where the layer has it, else by all; None without."""
+    attention = layer_of(trace, layer).parts.attention
+    rows, columns = trace.grid
+    if attention is None or attention.shape[-1] != trace.prefix + rows * columns:  # XCA's rows are channels
+        return None
+    return (attention[:, :, 0] if trace.prefix else attention.mean(-2))[..., trace.prefix :]
+
+
+def areas(
+    answer: Answer,
+    images: Tensor,
+    importance: Tensor,
+    patch_size: int,
+    test: str = "deletion",
+    *,
+    steps: int = STEPS,
+    first: int = 0,
+) -> Tensor:
+    """(b,): the area under the curve of one test, patches in the order of `importance` (b, n), row by row, largest first.
+
+    `first` numbers the images, so that the noise of `road` belongs to an image and not to its batch.
+    """
+    choose("test", test, TESTS)
+    if steps < 1:
+        raise OptionError(f"steps is {steps}: it must be at least 1.")
+    b, _, h, w = images.shape
+    grid = (h // patch_size, w // patch_size)
+    if importance.shape != (b, grid[0] * grid[1]):
+        raise OptionError(f"importance has shape {tuple(importance.shape)}: it must be {(b, grid[0] * grid[1])}, one a patch.")
+    # ties go to the patch that comes first
+    rank = importance.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+    mean = images.mean((-2, -1), keepdim=True).expand_as(images)
+    noise = _noise(images, first) if test == "road" else None
+    said = []
+    for share in np.linspace(0, 1, steps + 1):
+        named = rank < round(share * rank.shape[1])
+        removed = ~named if test == "insertion" else named
+        hidden = removed.view(b, 1, *grid).repeat_interleave(patch_size, 2).repeat_interleave(patch_size, 3)
+        fill = mean if noise is None else interpolated(images, hidden) + noise
+        said.append(answer(torch.where(hidden, fill, images)).float().softmax(-1))
+    chosen = said[-1 if test == "insertion" else 0].argmax(-1, keepdim=True)  # of the whole image
+    curve = torch.stack([each.gather(1, chosen)[:, 0] for each in said]).double()
+    return torch.trapezoid(curve, dx=1 / steps, dim=0).cpu()
+
+
+def interpolated(images: Tensor, hidden: Tensor) -> Tensor:
+    """Hidden pixels (b, 1, h, w) as means of their eight neighbours, straight ones weighing twice; others as they are.
+
+    sum_j w_ij (x_i - x_j) = 0 at every hidden i: symmetric, and positive once one pixel is known, so conjugate gradients solve
+    it, from the solution at half the size, which has the slow part of the answer. With no pixel known: the mean colour.
+    """
+    mean = images.mean((-2, -1), keepdim=True)
+    known = torch.where(hidden, 0, images - mean)  # around the mean: where nothing is known, 0 is the answer
+    some = max(1, AT_ONCE // known[0].numel()) if known.device.type == "cpu" else len(known)
+    pairs = zip(known.split(some), hidden.split(some), strict=True)
+    return torch.where(hidden, torch.cat([_solved(*pair) for pair in pairs]) + mean, images)
+
+
+def _solved(known: Tensor, hidden: Tensor, most: int = 200) -> Tensor:
+    x = torch.zeros_like(known)
+    if min(known.shape[-2:]) > COARSEST:
+        share = F.avg_pool2d((~hidden).to(known), 2, ceil_mode=True)
+        half = F.avg_pool2d(known, 2, ceil_mode=True) / torch.where(share > 0, share, 1)
+        x = F.interpolate(half + _solved(half, share == 0), known.shape[-2:], mode="bilinear", align_corners=False)
+        x = torch.where(hidden, x, 0)
+    degree = _around(torch.ones_like(known[:1, :1]))
+    wanted = torch.where(hidden, _around(known), 0)
+    rest = wanted - torch.where(hidden, degree * x - _around(x), 0)
+    step, size = rest, _square(rest)
+    enough = 1e-6 * _square(wanted)
+    for _ in range(most):
+        if not (size > enough).any():
+            break
+        slope = torch.where(hidden, degree * step - _around(step), 0)
+        by = torch.where(size > enough, size / _square(step, slope).clamp(min=1e-30), 0)
+        x, rest = x + by * step, rest - by * slope
+        before, size = size, _square(rest)
+        step = rest + size / before.clamp(min=1e-30) * step
+    return x
+
+
+def _around(x: Tensor) -> Tensor:
+    """The eight neighbours summed, straight ones twice: (1 2 1) down times (1 2 1) across, without the middle."""
+    wide = F.pad(x, (1, 1, 1, 1))
+    wide = wide[..., :-2, :] + 2 * wide[..., 1:-1, :] + wide[..., 2:, :]
+    return wide[..., :-2] + 2 * wide[..., 1:-1] + wide[..., 2:] - 4 * x
+
+
+def _square(x: Tensor, y: Tensor | None = None) -> Tensor:
+    return (x * (x if y is None else y)).sum((1, 2, 3), keepdim=True)
+
+
+def _noise(images: Tensor, first: int) -> Tensor:
+    draws = [torch.randn(images.shape[1:], generator=torch.Generator().manual_seed(first + i)) for i in range(len(images))]
+    return NOISE * torch.stack(draws).to(images)
+
+
+def _sure(difference: Interval) -> int:
+    """1 above 0, -1 below, 0 where the interval holds it or the difference is too small to matter."""
+    if max(abs(difference.low), abs(difference.high)) < LEAST:
+        return 0
+    return (difference.low > 0) - (difference.high < 0)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One order in one test."""
+
+    test: str
+    order: str
+    area: Interval
+    better: Interval | None  # than random, paired by image; None of random itself
+    ahead: Interval | None = None  # of centre, likewise; None of centre and random
+
+    @property
+    def word(self) -> str:
+        if self.better is None:
+            return "what chance gives"
+        return {1: "better than random", -1: "worse than random", 0: "as random"}[_sure(self.better)]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What `scored` found; the probability is that of the class which the network chose for the whole image."""
+
+    model: str
+    layer: int
+    images: int
+    patches: int
+    steps: int
+    draws: int
+    scores: tuple[Score, ...]
+
+    @property
+    def verdict(self) -> str:
+        said, ahead = [], []
+        for order in dict.fromkeys(score.order for score in self.scores if score.ahead is not None):
+            mine = [score for score in self.scores if score.order == order]
+            words: dict[str, list[str]] = {}
+            for score in mine:
+                words.setdefault(score.word, []).append(score.test)
+            if len(words) == 1:
+                said.append(f"{order} is {mine[0].word}" + (" in every test" if len(mine) > 1 else ""))
+            else:
+                said.append(f"{order} is " + ", ".join(f"{word} in {' and '.join(tests)}" for word, tests in words.items()))
+            ahead += [order] if all(score.ahead is not None and _sure(score.ahead) > 0 for score in mine) else []
+        return (
+            f"Layer {self.layer}, {self.images:,} images: {'; '.join(said)}. "
+            f"Better than taking the middle of the picture first, in every test: {' and '.join(ahead) or 'none of them'}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [
+            {
+                "test": s.test,
+                "order": s.order,
+                "area": s.area._asdict(),
+                "better": s.better and s.better._asdict(),
+                "ahead": s.ahead and s.ahead._asdict(),
+                "is": s.word,
+            }
+            for s in self.scores
+        ]
+        return asdict(self) | {"scores": rows, "noise": NOISE, "verdict": self.verdict}
+
+
+def scored(
+    model: VisionModel,
+    images: Tensor | Iterable[Any],
+    *,
+    layer: int = -1,
+    tests: Sequence[str] = TESTS,
+    steps: int = STEPS,
+    draws: int = 3,
+    batch_size: int = 64,
+    tick: Callable[[int], None] = lambda images: None,
+) -> Scores:
+    """Every order in every test, over one tensor of images or batches of any number, also a loader's pairs.
+
+    One batch in memory at a time, and one number an image, order and test. `draws` random orders make one random area.
+    """
+    if not model.config.num_classes:
+        raise OptionError("the network has no classifier (num_classes is 0): there is no answer to lose.")
+    if draws < 1:
+        raise OptionError(f"draws is {draws}: it must be at least 1.")
+    found: dict[tuple[str, str], list[Tensor]] = {}
+    count = patches = 0
+    for batch in images.split(batch_size) if isinstance(images, Tensor) else images:
+        some = batch[0] if isinstance(batch, tuple | list) else batch
+        with only_looking(model):
+            orders = orders_of(model, some, layer)
+            patches = orders["gradient"].shape[1]
+            orders["centre"] = _centre(some, model.config.patch_size)
+            for test in tests:
+                for order, importance in orders.items():
+                    area = areas(model, some, importance, model.config.patch_size, test, steps=steps, first=count)
+                    found.setdefault((test, order), []).append(area)
+                by_chance = [
+                    areas(model, some, importance, model.config.patch_size, test, steps=steps, first=count)
+                    for importance in _random(len(some), patches, draws, count, some.device)
+                ]
+                found.setdefault((test, "random"), []).append(torch.stack(by_chance).mean(0))
+        count += len(some)
+        tick(len(some))
+    if not count:
+        raise OptionError("scored was given no images.")
+    values = {key: torch.cat(each).numpy() for key, each in found.items()}
+    scores = []
+    for (test, order), each in values.items():
+        sign = 1 if test == "insertion" else -1
+        better = None if order == "random" else bootstrap(sign * (each - values[test, "random"]))
+        ahead = None if order in ("random", "centre") else bootstrap(sign * (each - values[test, "centre"]))
+        scores.append(Score(test, order, bootstrap(each), better, ahead))
+    return Scores(model.config.name, layer % len(model.blocks), count, patches, steps, draws, tuple(scores))
+
+
+def _centre(images: Tensor, patch_size: int) -> Tensor:
+    """(b, n): minus the distance of a patch from the middle, in patches."""
+    down, across = (torch.arange(side // patch_size) - (side // patch_size - 1) / 2 for side in images.shape[-2:])
+    near = -(down[:, None].square() + across.square()).sqrt().flatten()
+    return near.expand(len(images), -1).to(images.device)
+
+
+def _random(images: int, patches: int, draws: int, first: int, device: torch.device) -> Tensor:
+    """(draws, images, patches): of each image always the same orders, whatever its batch."""
+    each = [torch.rand(draws, patches, generator=torch.Generator().manual_seed(first + i)) for i in range(images)]
+    return torch.stack(each, 1).to(device)

@@ -1,0 +1,107 @@
+"""`dmst analyze maps`: every tile is the tensor of the trace, cell for cell."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from dmst.analysis.membership import colour, fit, layers_sheet, maps, overlay, picture
+from dmst.cli import app
+from dmst.engine.prepare import read_weights
+from dmst.engine.samples import sample
+from dmst.errors import OptionError
+from dmst.models import Trace, VisionModel
+
+GAP, LINE = 6, 16
+
+
+def traced() -> tuple[VisionModel, Trace, torch.Tensor]:
+    model = read_weights("dmst_digits")
+    images = torch.cat([batch for batch, _ in sample(model, limit=3)])
+    with torch.no_grad():
+        return model, model.trace(images), images
+
+
+def tile(page: np.ndarray, row: int, column: int, side: int) -> np.ndarray:
+    top, left = row * (side + LINE + GAP), column * (side + GAP)
+    return page[top : top + side, left : left + side]
+
+
+def test_every_tile_is_the_membership_of_the_trace() -> None:
+    _, trace, images = traced()
+    page = layers_sheet(trace, images[1], 1, size=64)
+    plain = fit(picture(images[1]), 64)
+    assert page.shape == (4 * (64 + LINE + GAP) - GAP, 5 * (64 + GAP) - GAP, 3)
+    silent = 0
+    for number, layer in enumerate(trace.layers):
+        assert np.array_equal(tile(page, number, 0, 64), plain)
+        assert layer.parts.gate is not None and layer.parts.membership is not None
+        for head in range(4):
+            drawn = tile(page, number, head + 1, 64)
+            if layer.parts.gate[1, head] == 0:
+                silent += 1
+                assert (drawn[..., 0] == drawn[..., 2]).all()  # grey: no colour of the ramp
+            else:
+                cells = layer.parts.membership[1, head].view(8, 8)
+                assert np.array_equal(drawn, overlay(plain, cells))
+                assert not np.array_equal(drawn, overlay(plain, layer.parts.membership[0, head].view(8, 8)))
+    assert 0 < silent < 16
+    one = layers_sheet(trace, images[1], 1, layers=[-1], size=64)
+    assert np.array_equal(tile(one, 0, 2, 64), tile(page, 3, 2, 64))
+
+
+def test_a_map_without_the_image_is_the_ramp_itself() -> None:
+    _, trace, _ = traced()
+    membership = trace.layers[2].parts.membership
+    assert membership is not None
+    assert torch.equal(maps(trace, 2)[0, 1], membership[0, 1].view(8, 8))
+    full = overlay(np.zeros((8, 8, 3), np.uint8), maps(trace, 2)[0, 1], strength=1.0)
+    assert np.array_equal(full, colour(membership[0, 1].view(8, 8)))
+
+
+def test_wrong_requests_are_refused() -> None:
+    _, trace, images = traced()
+    for image, index in ((images, 0), (images[0], 3), (images[0], -1)):
+        with pytest.raises(OptionError, match="one image"):
+            layers_sheet(trace, image, index)
+    with pytest.raises(OptionError, match="layers 0 to 3"):
+        layers_sheet(trace, images[0], layers=[4])
+
+
+def test_the_command_draws_what_was_traced(tmp_path: Path) -> None:
+    run = CliRunner().invoke(app, ["analyze", "maps", "--out", str(tmp_path), "--limit", "3", "--json"])
+    assert run.exit_code == 0, run.output
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    model, trace, images = traced()
+    assert [Path(line["picture"]).name for line in lines] == ["000.png", "001.png", "002.png"]
+    for i, line in enumerate(lines):
+        drawn = np.asarray(Image.open(io.BytesIO(Path(line["picture"]).read_bytes())))
+        assert np.array_equal(drawn, layers_sheet(trace, images[i], i))
+        assert line["answer"] == model.class_names[int(trace.logits[i].argmax())]
+        for number, told in enumerate(line["layers"]):
+            parts = trace.layers[number].parts
+            assert parts.gate is not None and parts.membership is not None
+            assert told["gate"] == pytest.approx(parts.gate[i].tolist())
+            assert told["highest"] == pytest.approx(parts.membership[i].amax(-1).tolist())
+            assert told["lowest"] == pytest.approx(parts.membership[i].amin(-1).tolist())
+
+
+def test_the_command_takes_photos_and_a_layer(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        Image.linear_gradient("L").save(tmp_path / name)
+    out = tmp_path / "maps"
+    run = CliRunner().invoke(app, ["analyze", "maps", str(tmp_path), "--layer", "-1", "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    assert sorted(path.name for path in out.iterdir()) == ["000-a.png", "001-b.png"]
+    assert np.asarray(Image.open(out / "000-a.png")).shape[0] == 160 + LINE  # one layer
+    assert "2 photos: 2 pictures" in run.output
+    for wrong, word in (("last", "a whole number, or all"), ("4", "layers 0 to 3")):
+        run = CliRunner().invoke(app, ["analyze", "maps", "--layer", wrong, "--out", str(out)])
+        assert run.exit_code and word in str(run.exception)
