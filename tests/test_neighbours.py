@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from dmst import create_model
+from dmst.errors import ShapeError
 from dmst.kernels.neighbours import local_gelu
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dmst[kernels]'")
@@ -66,6 +67,15 @@ with dmst.use_kernels("fused"):
 assert sum("dmst.local_gelu" in name for name in names) == 1, names
 for got, want in zip(fused, plain_ones, strict=True):
     assert (got - want).norm() <= 1e-4 * want.norm() + 1e-6
+with dmst.use_kernels("fused"):
+    one = torch.randn(2, 6, 8, requires_grad=True)
+    y = neighbours.local_gelu(one, torch.randn(8, 1, 3, 3), (2, 3))
+    try:
+        (first,) = torch.autograd.grad(y.square().sum(), one, create_graph=True)
+        torch.autograd.grad(first.sum(), one)
+        raise SystemExit("a second derivative of what has none")
+    except dmst.errors.DmstError as error:
+        assert "reference" in str(error)
 tensors = torch.randn(2, 6, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
 torch.library.opcheck(torch.ops.dmst.local_gelu.default, (*tensors, 2, 3))
 """
@@ -77,6 +87,13 @@ def test_the_kernels_are_the_plain_formula() -> None:
         env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    h, w = torch.randn(2, 6, 4), torch.randn(4, 1, 3, 3)
+    for given in ((h, w, (2, 4)), (h, w[:2], (2, 3)), (h, w[..., :2], (2, 3))):
+        with pytest.raises(ShapeError, match="do not fit together"):
+            local_gelu(*given)
 
 
 def test_plain_where_no_kernel_runs() -> None:

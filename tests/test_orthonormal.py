@@ -162,6 +162,19 @@ def test_a_traced_evaluation_uses_the_basis_too(way: str) -> None:
     torch.testing.assert_close(traced(z), operator(z), rtol=1e-5, atol=1e-6)
 
 
+def test_settling_survives_a_step_that_is_far_too_long() -> None:
+    """A first step of AdamW along a rank-one gradient: |W W^T - I| near 3, where the undamped passes blow up."""
+    torch.manual_seed(0)
+    layer = orthonormal.OrthonormalLinear(384, 384, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.add_(torch.outer(torch.randn(384), torch.randn(384)).sign(), alpha=4e-3)
+    far = layer.weight @ layer.weight.mT - torch.eye(384)
+    assert torch.linalg.matrix_norm(far, 2) > 2.5
+    right = orthonormal.orthonormal_rows(layer.weight)
+    orthonormal.settle_([layer])
+    assert (layer.weight - right).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("size", [0.02, 0.15])
 def test_settling_is_gram_schmidt_by_products_alone(size: float) -> None:
     """What a CUDA graph can hold in place of a QR, for matrices that a step has moved: |W W^T - I| of 0.05 and 0.4."""

@@ -158,7 +158,20 @@ def test_a_frozen_part_stays_frozen() -> None:
     assert network.training and not network.stem.training and not network.stem.layers[1].training
 
 
+def test_one_image_has_no_spread() -> None:
+    found = layer_rates(model(), IMAGES[:1])
+    assert all(math.isnan(x) for x in found.std["coding"]) and found.to_dict()["std"]["coding"] == [None] * 3
+
+
+def test_names_are_no_markup(tmp_path: Path) -> None:
+    save_model(create_model("dmst_digits", depth=1), tmp_path / "a[/b]")
+    told = CliRunner().invoke(cli.app, ["analyze", "rates", str(tmp_path / "a[/b]"), "--limit", "5", "--device", "cpu"])
+    assert told.exit_code == 0 and "a[/b]" in "".join(told.output.split())
+
+
 def test_bad_input() -> None:
+    with pytest.raises(OptionError, match="batch_size is 0"):
+        layer_rates(model(), IMAGES, batch_size=0)
     with pytest.raises(OptionError, match="no images"):
         layer_rates(model(), [])
     with pytest.raises(UnknownNameError, match="input"):

@@ -20,6 +20,7 @@ from dmst.engine.distributed import Group
 from dmst.engine.recipe import read_recipe
 from dmst.errors import BadFileError, DmstError, OptionError
 from dmst.models import VisionModel, load_model
+from dmst.operators.orthonormal import OrthonormalLinear
 from dmst.reproduce import figure, ledger, pack, render, run
 from dmst.reproduce.tables import TABLES, Cell, Table, operator
 from dmst.whole import sealed
@@ -265,7 +266,7 @@ class Said(Quiet):
         self.done, self.steps = done, steps
 
     def end(self) -> None:
-        assert self.done == self.steps
+        self.ended = True
 
 
 def test_only_what_is_missing_is_run(tiny: None, tmp_path: Path) -> None:
@@ -330,10 +331,28 @@ def test_a_cell_may_start_from_the_weights_of_another(tmp_path: Path, monkeypatc
     for seed, begun in enumerate(seen):
         saved = load_model(run.weights_of(first.recipe_of(first.cells[0], seed), tmp_path / "weights"))
         assert torch.equal(begun.head.weight, saved.head.weight)
-    told = ledger.read(tmp_path)[-1]
-    assert (
-        told["changes"][-2] == 'model.init_from="the weights of long"' and told["config"] != ledger.read(tmp_path)[0]["config"]
-    )
+    begun_from, *_, told = ledger.read(tmp_path)
+    assert told["changes"][-2] == f'model.init_from="the weights of long, {begun_from["config"]}"'  # others: another run
+    assert told["config"] != begun_from["config"]
+
+
+def test_the_bar_goes_also_where_a_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("a step")
+
+    monkeypatch.setattr(run.several, "step", fails)
+    watch = Said([])
+    with pytest.raises(RuntimeError, match="a step"):
+        run.train_several([TINY.recipe_of(TINY.cells[0], 0)], *sets_and_group(), watch=watch)
+    assert watch.ended
+
+
+def test_models_that_leave_the_engine_retract_by_themselves_again() -> None:
+    """`kept` is a promise of the engine: who trains on without it gets Gram-Schmidt in the graph."""
+    recipe = read_recipe("digits", [*TINY.changes, "model.options.mode=proximal", "optim.model_ema=0.9"])
+    ((_, model),) = run.train_several([recipe], *sets_and_group())
+    layers = [module for module in model.modules() if isinstance(module, OrthonormalLinear)]
+    assert layers and not any(layer.kept for layer in layers)
 
 
 def test_a_cell_that_fails_costs_the_others_nothing(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

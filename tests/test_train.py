@@ -565,7 +565,10 @@ def test_what_is_decayed_and_what_muon_steps() -> None:
     assert not any(name.startswith(("stem", "head", "position")) for name in matrices)
     eight = Optimizer(create_model("dmst_tiny", depth=1, num_heads=8, device="meta"), tiny())
     stepped = {eight.names[p].rpartition("operator.")[2] for p in eight.parts[1][0].param_groups[0]["params"]}
-    assert "subspace.weight" in stepped and "assign.weight" not in stepped  # 8 rows are thin beside 192 columns
+    assert "subspace.weight" in stepped and "assign.weight" not in stepped  # however many heads
+    wide = Optimizer(create_model("dmst_tiny", depth=1, num_heads=24, mlp_ratio=10, device="meta"), tiny())
+    stepped = {wide.names[p] for p in wide.parts[1][0].param_groups[0]["params"]}
+    assert "blocks.0.feedforward.mlp.fc1.weight" in stepped and "blocks.0.operator.assign.weight" not in stepped
     proximal = Optimizer(create_model("dmst_digits", mode="proximal"), recipe)
     plain = {proximal.names[p] for p in proximal.parts[0][0].param_groups[1]["params"]}
     assert "blocks.0.operator.theta" in plain and "blocks.0.residual.scale" in plain

@@ -63,6 +63,8 @@ def test_the_page(tmp_path: Path) -> None:
     assert "Surest</h3>" in page and "How sure it is" not in page and "4 drawn pictures" in page
     with pytest.raises(OptionError, match="no images"):
         answers(model, [])
+    with pytest.raises(OptionError, match="no labels"):
+        calibration(answers(model, looked))
 
 
 def test_many_classes(tmp_path: Path) -> None:
@@ -84,10 +86,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_has_its_curves_too(tmp_path: Path) -> None:
     small = ["--set", "schedule.epochs=2", "--set", "model.options.depth=1", "--set", "data.limit=96", "--no-report", "--quiet"]
+    small += ["--set", "data.holdout=0.2"]  # the page is about these, not about the test images
     done = CliRunner().invoke(cli.app, ["train", "digits", "--out", str(tmp_path / "run"), "--device", "cpu", *small])
     assert done.exit_code == 0, done.output
     out = tmp_path / "page.html"
     said = CliRunner().invoke(cli.app, ["report", str(tmp_path / "run"), "--out", str(out), "--limit", "40", "--device", "cpu"])
     assert said.exit_code == 0, said.output
     page = out.read_text()
+    assert "40 of 28" in page and "digits test" not in page
     assert page.index("Learning") < page.index("The surest answers") < page.index("How this was made</h2>")

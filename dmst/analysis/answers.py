@@ -68,6 +68,7 @@ class Bin(NamedTuple):
 
 def calibration(found: Answers) -> tuple[float, list[Bin]]:
     """The expected calibration error, and the bins that hold images, from unsure to sure."""
+    _check(found)
     place = (found.sure * BINS).ceil().long().clamp(1, BINS) - 1
     bins = []
     for i in range(BINS):
@@ -80,4 +81,10 @@ def calibration(found: Answers) -> tuple[float, list[Bin]]:
 
 def confusion(found: Answers, classes: int) -> Tensor:
     """Counts, row is, column said."""
+    _check(found)
     return torch.bincount(found.labels * classes + found.says, minlength=classes * classes).view(classes, classes)
+
+
+def _check(found: Answers) -> None:
+    if not found.labelled:
+        raise OptionError("these images have no labels of the network's classes: there is no right and wrong.")

@@ -210,7 +210,7 @@ def ascending(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 def code_scale(dim: int, eps: float | None) -> float:
     """c = d/eps^2; 1 where no eps is given."""
-    if eps is not None and not 0 < eps < math.inf:
+    if eps is not None and not (0 < eps < math.inf and eps * eps > 0):
         raise OptionError(f"eps is {shown(eps)}: it must be a number above 0 (it is squared inside), or None for c = 1.")
     return 1.0 if eps is None else dim / eps**2
 

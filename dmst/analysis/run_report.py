@@ -75,13 +75,13 @@ def write_run_report(
 
 def run_sections(
     events: list[dict[str, Any]], recipe: str, model: VisionModel
-) -> tuple[tuple[Section, ...], tuple[Section, ...], str | None]:
-    """What a journal adds to the page of a network, before and after it; and the name of the data."""
+) -> tuple[tuple[Section, ...], tuple[Section, ...]]:
+    """What a journal adds to the page of a network, before and after it."""
     run = Run(events, recipe, model)
     early = {"What came of it": _scores(run), "Learning": _learning(run), "Layers over time": over_time(run)}
     late = {"What happened on the way": _happened(run), "How this was made": _made(run, recipe)}
     before, after = (tuple(Section(*each) for each in some.items() if each[1]) for some in (early, late))
-    return before, after, run.recipe.get("data", {}).get("name")
+    return before, after
 
 
 def _lead(run: Run) -> str:

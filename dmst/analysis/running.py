@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmst.errors import OptionError
+
 
 @dataclass(frozen=True)
 class Numbers:
@@ -34,7 +36,8 @@ class Running:
 
     @property
     def std(self) -> Tensor:
-        return (self.spread / max(self.count - 1, 1)).sqrt()
+        """NaN for a single image, which has none."""
+        return (self.spread / (self.count - 1 or math.nan)).sqrt()
 
     def numbers(self, *place: int) -> Numbers:
         assert isinstance(self.negative, Tensor)
@@ -43,6 +46,8 @@ class Running:
 
 def batches_of(images: Tensor | Iterable[Any], batch_size: int) -> Iterator[Tensor]:
     """Tensors of images, whatever holds them."""
+    if batch_size < 1:
+        raise OptionError(f"batch_size is {batch_size}: it must be at least 1.")
     for batch in images.split(batch_size) if isinstance(images, Tensor) else images:
         yield batch[0] if isinstance(batch, tuple | list) else batch
 

@@ -95,7 +95,8 @@ class Theorem:
     def sentences(self) -> list[str]:
         if not any(self.layers):
             return [f"{self.model}: its operator has no memberships, and the theorem says nothing about it."]
-        return ["" if each is None else each.sentence() for each in self.layers]
+        told = enumerate(self.layers)
+        return [f"Layer {i}: no memberships." if each is None else each.sentence() for i, each in told]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; what is not finite is None."""

@@ -42,7 +42,7 @@ def write_weights_report(
     after: Sequence[Section] = (),
     tick: Callable[[int], None] = lambda images: None,
 ) -> Path:
-    """Write the page of `model`; `name` says which images, `weights` which weights. Goes through the images four times."""
+    """Write the page of `model`; `name` says which images, `weights` which weights. Goes through the images several times."""
     classes = model.class_names or tuple(f"class {i}" for i in range(model.num_classes))
     found = answers(model, images, tick)
     rates = rates_at(model, images, tick=tick)
@@ -136,7 +136,7 @@ def _gates(found: Answers, classes: Sequence[str]) -> str:
     groups = [(f"layer {i}", each.shape[1]) for (i, _), each in zip(layers, use, strict=True)]
     names = [short(name, 14) for name in classes]
     high = max(each.nan_to_num().max().item() for each in use)
-    told = f"<p>Mean gate over the images of each class; empty: exactly 0. Heads that are on: {on}.</p>"
+    told = f"<p>Mean gate of each class; 0: exactly so; empty: no image of the class. Heads that are on: {on}.</p>"
     return told + cells(torch.cat(use, 1).tolist(), names, columns, groups=groups, corner="class", high=max(high, 1e-9))
 
 

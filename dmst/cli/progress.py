@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 @contextmanager
 def counted(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
     """Inside, call what is given with the number of images that were done."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True)
+    words = TextColumn("{task.description}", markup=False)  # a path may hold brackets
+    columns = words, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True)
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)

@@ -30,16 +30,14 @@ def report(
     from dmst.engine import journal
     from dmst.engine.distributed import joined
     from dmst.engine.prepare import read_weights
-    from dmst.engine.samples import sample
+    from dmst.engine.samples import RECIPE, sample
 
     run = Path(weights)
     events = list(journal.read(run / "journal.jsonl")) if (run / "journal.jsonl").is_file() else []
     with joined(device) as group:
         model = read_weights(weights).to(group.device)
-        before, after, known = (
-            run_sections(events, (run / "recipe.toml").read_text(encoding="utf-8"), model) if events else ((), (), None)
-        )
-        looked = sample(model, data or known, split=split, data_dir=data_dir, limit=limit, device=group.device)
+        before, after = run_sections(events, (run / RECIPE).read_text(encoding="utf-8"), model) if events else ((), ())
+        looked = sample(model, data, run=run, split=split, data_dir=data_dir, limit=limit, device=group.device)
         page = out or f"{run.resolve().name}-report.html"
         with counted(looked.name, 2 * looked.count) as tick:
             written = write_weights_report(

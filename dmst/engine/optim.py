@@ -92,12 +92,12 @@ class Optimizer:
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon steps it: a matrix of a block, and no thin one, such as the scores' weights, a row a head.
+    """Whether Muon steps it: a matrix of a block, and no thin one; never the weights of scores, a row a head.
 
     Muon gives all rows of a matrix one size, and large scores let sparsemax leave one head in eight open.
     """
-    square = parameter.ndim == 2 and max(8, max(parameter.shape) / 8) <= min(parameter.shape)
-    return square and name.startswith(("blocks.", "class_blocks."))
+    inside = name.startswith(("blocks.", "class_blocks.")) and not name.endswith(".assign.weight")
+    return inside and parameter.ndim == 2 and min(parameter.shape) >= 8
 
 
 class Mean:

@@ -19,7 +19,7 @@ from dmst.data.loader import View
 from dmst.data.scan import scan
 from dmst.data.sets import ImageSet, split_off, subset
 from dmst.engine.recipe import Recipe, read_recipe
-from dmst.errors import MissingSplitError, OptionError
+from dmst.errors import BadFileError, MissingSplitError, OptionError
 from dmst.models import ModelConfig, VisionModel, load_model, model_config, shipped
 from dmst.operators.orthonormal import retract
 
@@ -106,6 +106,9 @@ def read_weights(where: str | Path, *, unverified: bool = False) -> VisionModel:
     """A saved model, or by its name one that ships, as it is used: in float32, whatever it was saved in."""
     if str(where) in shipped.SHIPPED and not Path(where).is_dir():
         return shipped.pretrained(str(where))
+    if not Path(where).exists():
+        have = ", ".join(shipped.SHIPPED)
+        raise BadFileError(f"{where} is not there: name a saved model, a finished run, or weights that ship ({have}).")
     model = load_model(weights_in(where), unverified=unverified).float()
     retract(model)
     return model

@@ -31,9 +31,16 @@ def start(recipe: Recipe, sets: prepare.Sets, group: Group) -> Run:
     stream = stream_of(work, sets, group.device, compiled=recipe.run.compile or work.recorded)
     if group.device.type != "cuda":
         return Run(work, stream, nullcontext())
-    aside = torch.cuda.Stream(group.device)
-    aside.wait_stream(torch.cuda.current_stream(group.device))  # which may still be writing the first weights
-    return Run(work, stream, torch.cuda.stream(aside))
+    run = Run(work, stream, torch.cuda.stream(torch.cuda.Stream(group.device)))
+    wait([run])  # the current stream may still be writing the first weights
+    return run
+
+
+def wait(runs: Sequence[Run]) -> None:
+    """From here on the runs' streams see what the current one has done."""
+    for run in runs:
+        if isinstance(run.where, torch.cuda.StreamContext) and run.where.stream is not None:
+            run.where.stream.wait_stream(torch.cuda.current_stream(run.work.group.device))
 
 
 def join(runs: Sequence[Run]) -> None:

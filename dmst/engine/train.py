@@ -446,6 +446,7 @@ class _Loop:
         self.watch.say(f"The model is {self.folder.path / FINAL}: dmst.load_model({str(self.folder.path / FINAL)!r})")
         events = list(journal.read(self.folder.path / journal.NAME)) if self.group.main else []
         sample = self._sample(SAMPLE) if self.group.main and self.eval_stream is not None else None
+        self.work.leave()
         return Result(self.folder.path, model.eval(), score, sample, events)
 
     def _stopped(self) -> Stopped:

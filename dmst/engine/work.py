@@ -77,6 +77,13 @@ class Work:
         self._ahead: tuple[Iterator[Batch], Batch] | None = None  # the next batch, and where it comes from
         self._replay: tuple[Callable[[], None], Callable[[], None]] | None = None
 
+    def leave(self) -> None:
+        """The models are their owner's again: nobody retracts after their steps from here on."""
+        for model in (self.model, *([] if self.mean is None else [self.mean.model])):
+            for module in model.modules():
+                if isinstance(module, OrthonormalLinear):
+                    module.kept = False
+
     @property
     def choice(self) -> str:
         """Which weights a run ends in: those of the last step, or their running mean."""

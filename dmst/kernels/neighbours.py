@@ -15,11 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmst import watched
+from dmst.errors import DmstError, ShapeError
 from dmst.kernels import choice
 
 
 def local_gelu(hidden: Tensor, weight: Tensor, grid: tuple[int, int]) -> Tensor:
     """hidden (b, n, c), weight (c, 1, 3, 3) of a depthwise convolution, grid (rows, columns): (b, n, c), in hidden's dtype."""
+    _, n, c = hidden.shape
+    if n != grid[0] * grid[1] or tuple(weight.shape) != (c, 1, 3, 3):
+        raise ShapeError(f"{n} tokens of {c} channels, grid {grid} and weight {tuple(weight.shape)} do not fit together.")
     if _served(hidden, weight):
         taps = weight.flatten(1).t().float().contiguous()  # (9, c)
         return torch.ops.dmst.local_gelu(hidden.contiguous(), taps, *grid)
@@ -90,7 +94,14 @@ def _library() -> bool:
         dh, dtaps = torch.ops.dmst.local_gelu_backward(grad, *ctx.saved_tensors, ctx.rows, ctx.columns)
         return dh, dtaps, None, None
 
+    def refuse(ctx: Any, *_: Any) -> tuple:
+        raise DmstError(
+            "The kernel of local MLPs has no second derivative: take the forward pass that it is asked of inside "
+            'dmst.use_kernels("reference"), which has every order.'
+        )
+
     forward.register_autograd(differentiate, setup_context=keep)
+    backward.register_autograd(refuse)
     return True
 
 

@@ -2,7 +2,7 @@
 
     dmst_tiny_patch16_224, short dmst_tiny     family _ size _ patch _ resolution
     dmst_cifar, dmst_digits                    one small skeleton for every family, so that only the layer differs
-    dmst_cifar10, dmst_cifar100                what a search found (results/search.md); tost_ and vit_ twins of the same size
+    dmst_cifar10, dmst_cifar100                our best small ones (recipes best_*); tost_ and vit_ twins of the same size
 
 dmst and tost share ToST's skeleton (conv stem, Fourier positions, class attention); vit and crate have their own, as published.
 The skeleton of *_cifar is inferred from the parameter counts of the paper's ablations, which fit it but do not determine it.

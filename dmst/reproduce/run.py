@@ -139,24 +139,31 @@ def train_several(
     recipe, stream = recipes[0], runs[0].stream
     if recipe.run.compile:
         check_compiled(runs[0])
+        several.wait(runs)  # for the statistics that it put back
     steps = recipe.schedule.epochs * stream.steps_per_epoch
     peak = recipe.optim.lr * recipe.lr_scale
     batches = [run.stream.batches(0, steps) for run in runs]
     losses, clock, watch = [0.0] * len(runs), Clock(), watch or Quiet()
     watch.begin(0, steps)
-    for number in range(steps):
-        factor = lr_factor(number, steps, stream.steps_per_epoch, recipe.schedule, peak)
-        told = several.step(runs, batches, number, factor)
-        if number >= steps - stream.steps_per_epoch:  # the last epoch
-            losses = [sum_ + each.loss / stream.steps_per_epoch for sum_, each in zip(losses, told, strict=True)]
-        lap = clock.lap()
-        watch.step(number + 1, steps, {
-            "epoch": round((number + 1) / stream.steps_per_epoch, 2), "loss": fmean(each.loss for each in told), "seconds": lap,
-            "accuracy": fmean(each.accuracy for each in told), "images_per_s": len(runs) * recipe.run.batch_size / lap,
-        })  # fmt: skip
+    try:
+        for number in range(steps):
+            factor = lr_factor(number, steps, stream.steps_per_epoch, recipe.schedule, peak)
+            told = several.step(runs, batches, number, factor)
+            if number >= steps - stream.steps_per_epoch:  # the last epoch
+                losses = [sum_ + each.loss / stream.steps_per_epoch for sum_, each in zip(losses, told, strict=True)]
+            lap = clock.lap()
+            watch.step(number + 1, steps, {
+                "epoch": round((number + 1) / stream.steps_per_epoch, 2), "seconds": lap,
+                "loss": fmean(each.loss for each in told),
+                "accuracy": fmean(each.accuracy for each in told), "images_per_s": len(runs) * recipe.run.batch_size / lap,
+            })  # fmt: skip
+    finally:
+        watch.end()
     several.join(runs)
-    watch.end()
-    return [(judged(run, sets, group, loss), run.work.final) for run, loss in zip(runs, losses, strict=True)]
+    results = [(judged(run, sets, group, loss), run.work.final) for run, loss in zip(runs, losses, strict=True)]
+    for run in runs:
+        run.work.leave()
+    return results
 
 
 def judged(run: several.Run, sets: prepare.Sets, group: Group, train_loss: float) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from dmst.engine.recipe import read_recipe
 from dmst.engine.sections import Recipe
+from dmst.reproduce import ledger
 
 SHORT = (
     "schedule.epochs=20", "schedule.warmup_epochs=1", "run.batch_size=512",
@@ -55,8 +56,14 @@ class Table:
         return read_recipe(cell.recipe or self.recipe, self.changes_of(cell, seed))
 
     def changes_of(self, cell: Cell, seed: int) -> list[str]:
-        start = [f'model.init_from="{START}{cell.start}"'] if cell.start else []  # which run.py replaces by a folder
+        start = [f'model.init_from="{START}{cell.start}, {_config(cell.start)}"'] if cell.start else []  # run.py: a folder
         return [*self.changes, *cell.changes, *start, f"run.seed={seed}"]
+
+
+def _config(start: str) -> str:
+    """Of the cell of "best" that another starts from: with other weights it is another run."""
+    best = TABLES["best"]
+    return ledger.config_of(best.recipe_of(next(cell for cell in best.cells if cell.name == start), 0))
 
 
 def operator(name: str, *options: str) -> tuple[str, ...]:

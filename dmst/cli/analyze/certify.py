@@ -32,11 +32,10 @@ def certify(
     from dmst.analysis.certificates import certify as certificate
     from dmst.engine.distributed import joined
     from dmst.engine.prepare import read_weights
-    from dmst.engine.samples import sample
 
     with joined(device) as group:
         model = read_weights(weights).to(group.device)
-        looked_at = sample(model, data, split=split, data_dir=data_dir, limit=limit, batch_size=batch_size, device=group.device)
+        looked_at = shared.look(model, weights, data, split, data_dir, limit, batch_size)
         found = certificate(model, shared.shown(looked_at), eps=eps, basis="orthonormal" if orthonormal else "raw")
     if as_json:
         typer.echo(json.dumps({"weights": weights, "data": looked_at.name, **found.to_dict()}))

@@ -55,7 +55,15 @@ def maps(
     with joined(device) as group:
         model.to(group.device)
         found = sample(
-            model, data, split=split, photos=paths, data_dir=data_dir, limit=limit, batch_size=8, device=group.device
+            model,
+            data,
+            run=None if paths else weights,
+            split=split,
+            photos=paths,
+            data_dir=data_dir,
+            limit=limit,
+            batch_size=8,
+            device=group.device,
         )
         names = [f"{i:03d}-{path.stem}" for i, path in enumerate(paths)] or [f"{i:03d}" for i in range(found.count)]
         done, classes = 0, model.class_names or tuple(f"class {i}" for i in range(model.config.num_classes))

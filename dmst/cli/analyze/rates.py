@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dmst.cli.analyze import shared
@@ -54,16 +55,13 @@ def rates(
     from dmst.analysis.rates import PLACES, rates_at
     from dmst.engine.distributed import joined
     from dmst.engine.prepare import read_weights
-    from dmst.engine.samples import sample
 
     found = {}
     names = {}
     with joined(device) as group:
         for where in weights or ["dmst_digits"]:
             model = read_weights(where).to(group.device)
-            looked = sample(
-                model, data, split=split, data_dir=data_dir, limit=limit, batch_size=batch_size, device=group.device
-            )
+            looked = shared.look(model, where, data, split, data_dir, limit, batch_size)
             with counted(f"{where}: {looked.name}", looked.count, quiet=as_json) as tick:
                 found[where], names[where] = rates_at(model, looked, eps=eps, tick=tick), looked.name
     if as_json:
@@ -77,7 +75,7 @@ def rates(
             for at, each in mine.items():
                 grid = Table(
                     "layer",
-                    title=f"{where}, {names[where]}: {PLACES[at]}",
+                    title=f"{escape(where)}, {escape(names[where])}: {PLACES[at]}",
                     title_justify="left",
                     pad_edge=False,
                     box=box.SIMPLE_HEAD,
@@ -98,4 +96,4 @@ def _cell(rates: LayerRates, name: str, layer: int) -> str:
     mean, std = rates.mean[name][layer], rates.std[name][layer]
     if math.isnan(mean):
         return "-"
-    return f"{mean:.1f}±{std:.1f}" if name in SPREAD else f"{mean:.1f}"
+    return f"{mean:.1f}±{std:.1f}" if name in SPREAD and not math.isnan(std) else f"{mean:.1f}"

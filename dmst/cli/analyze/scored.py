@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dmst.cli.analyze import shared
 from dmst.cli.progress import counted
 
 if TYPE_CHECKING:
@@ -49,14 +50,13 @@ def scored(
     from dmst.engine.distributed import joined
     from dmst.engine.masked import has_masks, masked
     from dmst.engine.prepare import read_weights
-    from dmst.engine.samples import sample
     from dmst.errors import choose
 
     tests = list(dict.fromkeys(choose("test", name, TESTS) for name in test))
     model = read_weights(weights, unverified=unverified)
     with joined(device) as group:
         model.to(group.device)
-        found = sample(model, data, split=split, data_dir=data_dir, limit=limit, batch_size=batch_size, device=group.device)
+        found = shared.look(model, weights, data, split, data_dir, limit, batch_size)
         with counted("curves", found.count) as tick:
             scores = curves(model, found, layer=layer, tests=tests, steps=steps, draws=draws, tick=tick)
         masks = None

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dmst.engine.samples import Sample
+    from dmst.models import VisionModel
 
 WEIGHTS = typer.Argument(
     "dmst_digits", help="A network that ships (`dmst models --shipped`), a saved model, or a finished run."
 )
-DATA = typer.Option(None, metavar="NAME", help="A dataset's name, or a folder of class folders; what is at hand if not given.")
+DATA = typer.Option(
+    None, metavar="NAME", help="A dataset, or a folder of class folders; else what a run was evaluated on, or what is at hand."
+)
 DATA_DIR = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are.")
 SPLIT = typer.Option("test", help="test or train.")
 LIMIT = typer.Option(1000, min=1, help="Images at most, chosen by hash.")
@@ -30,6 +33,16 @@ ORTHONORMAL = typer.Option(False, "--orthonormal", help="Take each head's subspa
 BATCH = typer.Option(64, "--batch-size", min=1, help="Images at a time; the numbers do not depend on it.")
 JSON = typer.Option(False, "--json", help="All numbers, by layer and head, as one JSON object.")
 DEVICE = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given.")
+
+
+def look(
+    model: VisionModel, weights: str, data: str | None, split: str, data_dir: str | None, limit: int, batch_size: int
+) -> Sample:
+    """The images that are asked for, else those that a run was evaluated on, else what is at hand."""
+    from dmst.engine.samples import sample
+
+    device = next(model.parameters()).device
+    return sample(model, data, run=weights, split=split, data_dir=data_dir, limit=limit, batch_size=batch_size, device=device)
 
 
 def shown(looked_at: Sample) -> Iterator[Tensor]:

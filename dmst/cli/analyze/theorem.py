@@ -37,11 +37,10 @@ def theorem(
     from dmst.analysis.theorem import theorem as verdict
     from dmst.engine.distributed import joined
     from dmst.engine.prepare import read_weights
-    from dmst.engine.samples import sample
 
     with joined(device) as group:
         model = read_weights(weights).to(group.device)
-        looked_at = sample(model, data, split=split, data_dir=data_dir, limit=limit, batch_size=batch_size, device=group.device)
+        looked_at = shared.look(model, weights, data, split, data_dir, limit, batch_size)
         basis = "orthonormal" if orthonormal else "raw"
         found = verdict(model, shared.shown(looked_at), eps=eps, basis=basis, temperature=temperature, energy=energy)
     if as_json:
