@@ -88,11 +88,14 @@ def test_grad_cam_is_given_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> 
         grad_cam(model, "GradCam")
 
 
+PACKAGES = {"captum": "captum", "pytorch_grad_cam": "grad-cam"}
+
+
 def library(name: str) -> ModuleType:
     """The real one, also beside a torchvision that is built for another torch."""
     if name == "pytorch_grad_cam" and importlib.util.find_spec(name):
         importlib.import_module("tests.timm_here")
-    return pytest.importorskip(name, reason="an optional library", exc_type=ImportError)
+    return pytest.importorskip(name, reason=f"{name} is not installed: pip install {PACKAGES[name]}", exc_type=ImportError)
 
 
 @families

@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from dmst import cli, create_model
+from dmst.calibration import calibration
 from dmst.engine import prepare, ship
 from dmst.errors import BadFileError, OptionError
 from dmst.models import load_model, save_model, shipped
@@ -109,7 +110,7 @@ def test_calibration_by_hand() -> None:
     """Two images at 3/4 of which one is right, two at 1/2 (of two classes) that are both right."""
     logits = torch.tensor([[3.0, 1.0], [3.0, 1.0], [1.0, 1.0], [1.0, 1.0]]).log()
     right = torch.tensor([True, False, True, True])
-    assert ship.calibration_error(logits, right) == pytest.approx((2 * abs(0.5 - 0.75) + 2 * abs(1 - 0.5)) / 4)
+    assert calibration(logits.softmax(1).amax(1), right)[0] == pytest.approx((2 * abs(0.5 - 0.75) + 2 * abs(1 - 0.5)) / 4)
 
 
 def test_a_saved_model_is_made_ready_to_ship(tmp_path: Path) -> None:

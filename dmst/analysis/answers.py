@@ -1,7 +1,7 @@
 """What a network answers over many images, kept small: a row an image, no picture; calibration and confusion from the rows.
 
 Answers      logits' best class, how sure, whether right, second best; gates of every layer
-calibration  15 bins of equal width: share of images, mean confidence, accuracy; their gap, weighted, is the expected error
+calibration  dmst/calibration.py, of these rows
 confusion    (classes, classes): row is, column said
 """
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from dmst.analysis.probes import only_looking
+from dmst.calibration import Bin
+from dmst.calibration import calibration as binned
 from dmst.errors import OptionError
 from dmst.models import VisionModel
-
-BINS = 15
 
 
 class Answers(NamedTuple):
@@ -60,23 +60,10 @@ def answers(
     return Answers(says, sure, labels, top5, [torch.cat(kept) if kept else None for kept in gates])
 
 
-class Bin(NamedTuple):
-    share: float
-    sure: float
-    right: float
-
-
 def calibration(found: Answers) -> tuple[float, list[Bin]]:
-    """The expected calibration error, and the bins that hold images, from unsure to sure."""
+    """The expected calibration error, and its bins."""
     _check(found)
-    place = (found.sure * BINS).ceil().long().clamp(1, BINS) - 1
-    bins = []
-    for i in range(BINS):
-        inside = place == i
-        if inside.any():
-            share, sure = inside.double().mean().item(), found.sure[inside].mean().item()
-            bins.append(Bin(share, sure, found.right[inside].double().mean().item()))
-    return sum(each.share * abs(each.right - each.sure) for each in bins), bins
+    return binned(found.sure, found.right)
 
 
 def confusion(found: Answers, classes: int) -> Tensor:

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import safetensors.torch
 import torch
-from torch import Tensor
 
 from dmst import whole
+from dmst.calibration import BINS, calibration
 from dmst.data import catalog
 from dmst.data.loader import EvalStream
 from dmst.data.sets import ImageSet
@@ -29,8 +29,6 @@ from dmst.models import VisionModel, save_model
 from dmst.models.files import CONFIG, WEIGHTS
 from dmst.models.preprocessing import pretrained_cfg
 from dmst.models.shipped import ANSWERS, CARD, FOLDER, digest, drawn
-
-BINS = 15
 
 
 class Measured(NamedTuple):
@@ -49,15 +47,8 @@ def measure(model: VisionModel, image_set: ImageSet) -> Measured:
     right = logits.argmax(1) == labels
     by_class = [(name, int(right[labels == i].sum()), int((labels == i).sum())) for i, name in enumerate(image_set.classes)]
     loss = torch.nn.functional.cross_entropy(logits.double(), labels).item()
-    return Measured(len(labels), right.double().mean().item(), calibration_error(logits, right), loss, by_class)
-
-
-def calibration_error(logits: Tensor, right: Tensor) -> float:
-    """sum over bins of (share of the images) x |accuracy - mean confidence|."""
-    sure = logits.double().softmax(1).amax(1)
-    place = (sure * BINS).ceil().long().clamp(1, BINS) - 1
-    total = torch.zeros(BINS, dtype=torch.float64).index_add(0, place, right.double() - sure)
-    return (total.abs().sum() / len(sure)).item()
+    error, _ = calibration(logits.double().softmax(1).amax(1), right)
+    return Measured(len(labels), right.double().mean().item(), error, loss, by_class)
 
 
 def ship(source: str | Path, name: str, data: str, out: Path, *, data_dir: str | None = None, notes: Sequence[str] = ()) -> str:
