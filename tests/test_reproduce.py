@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from dmst import cli
-from dmst.engine import prepare
+from dmst.engine import prepare, several
 from dmst.engine.console import Quiet, in_words, remaining
 from dmst.engine.distributed import Group
 from dmst.engine.recipe import read_recipe
@@ -246,6 +246,21 @@ def test_a_cell_is_compiled_once_for_all_its_seeds(tiny: None, monkeypatch: pyte
         seen.clear()
         run.train_several(recipes, sets, group)
         assert len(seen) == 2, cell  # the network, and the making of batches
+
+
+def test_a_compiled_network_with_stochastic_depth_is_checked_too(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled and plain must leave out the same samples' steps, or half of them being left out looks like a wrong gradient."""
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda net, **options: plain(net, **(options | {"backend": "aot_eager"})))
+    sets, group = sets_and_group()
+    changes = [
+        *TINY.changes,
+        "run.compile=true",
+        "model.options.drop_path_rate=0.5",
+        "model.options.layer_scale=1.0",
+        "model.options.depth=6",
+    ]
+    run.check_compiled(several.start(read_recipe("digits", changes), sets, group))
 
 
 class Said(Quiet):

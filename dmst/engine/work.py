@@ -59,6 +59,11 @@ class Work:
         model.set_grad_checkpointing(run.grad_checkpointing)
         self.optimizer = Optimizer(model, recipe, recorded=self.recorded)
         self.mean = Mean(model, recipe.optim.model_ema) if recipe.optim.model_ema else None
+        self.random = _is_random(model)
+        if run.compile and self.random:  # a compiled network draws what the plain one draws: they can be compared
+            from torch._inductor import config
+
+            config.fallback_random = True
         self.net: nn.Module = torch.compile(model, dynamic=False) if run.compile else model  # type: ignore[assignment]
         if group.world > 1:
             self.net = _averaged(self.net, group.device)
@@ -68,7 +73,6 @@ class Work:
         for layer in tied:
             layer.kept = True  # by `_move`
         self.tied = bool(tied)
-        self.random = _is_random(model)
         dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         self._factor = torch.ones((), dtype=dtype, device=group.device)
         self._sums = torch.zeros(4, dtype=torch.float64, device=group.device)  # loss, right, bad inputs; norm
