@@ -292,8 +292,9 @@ class Work:
 def recorded(call: Callable[[], None], state: list[Tensor], device: torch.device) -> Callable[[], None]:
     """`call` as a CUDA graph; `state` is as before when this returns.
 
-    torch has one workspace of cuBLAS a stream and records every graph on one stream, so graphs would share it: two that run at
-    once spoil each other's sums, or wait for each other for minutes. Forgotten before and after, each graph keeps its own.
+    cuBLAS has one workspace a stream. Recorded on one stream, as torch does unless told otherwise, graphs share it: two that
+    run at once spoil each other's sums, or wait for each other for minutes. So each is tried and recorded on a stream of its
+    own, whose workspace the tries leave there.
     """
     kept = [x.clone() for x in state]
     aside = torch.cuda.Stream(device)
@@ -308,10 +309,8 @@ def recorded(call: Callable[[], None], state: list[Tensor], device: torch.device
             for x, old in zip(state, kept, strict=True):
                 x.copy_(old)
     graph = torch.cuda.CUDAGraph()
-    torch._C._cuda_clearCublasWorkspaces()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=aside):
         call()
-    torch._C._cuda_clearCublasWorkspaces()
     return graph.replay
 
 
