@@ -1,6 +1,7 @@
 """Several runs that share a device from one process: each on a stream of its own, all begun before any is looked at.
 
 A small network leaves a large GPU idle most of the time; a few at once fill it. Each run is the one that it would be alone.
+Runs that draw (stochastic depth, dropout) take turns on one stream: torch writes the seed of all its graphs to one place.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def start(recipe: Recipe, sets: prepare.Sets, group: Group) -> Run:
     model = prepare.build_model(recipe, sets.train.classes, sets.channels).to(group.device)
     work = Work(model, recipe, group)
     stream = stream_of(work, sets, group.device, compiled=recipe.run.compile or work.recorded)
-    if group.device.type != "cuda":
+    if group.device.type != "cuda" or work.random:
         return Run(work, stream, nullcontext())
     run = Run(work, stream, torch.cuda.stream(torch.cuda.Stream(group.device)))
     wait([run])  # the current stream may still be writing the first weights

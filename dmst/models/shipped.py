@@ -26,7 +26,10 @@ from dmst.operators.orthonormal import retract
 FOLDER = Path(__file__).parents[1] / "weights"
 CARD, ANSWERS = "card.md", "answers.safetensors"
 SHIPPED = {
+    "dmst_cifar10": "6a3d891eeb850ed3292bb16a3ad1c92c0ab84be2526ea89d5397ef600b8266e6",
+    "dmst_cifar100": "bbf1c99eeec883a012eb650210f15331b921e20e764d620c0e0848246bcda6bd",
     "dmst_digits": "175c1b33901cdd9a73a27ddcdf580aee67e49e177efad0e323175df0ad5997df",
+    "tost_cifar10": "44440f88ad15a9d75fe948dd6a35d5fd0bf4e8fde230dd5f52edbdcda2e5dbea",
 }
 NEAR = 1e-3  # of stored logits: other machines add in another order
 
