@@ -94,7 +94,7 @@ def test_bad_requests_say_what_to_do(photos: Path, tmp_path: Path) -> None:
         (["--weights", "dmst_digits", "--device", "foo"], "foo"),
         (["--weights", "dmst_digits", "--maps", str(tmp_path / "taken")], "could not be written"),
         (["--weights", str(tmp_path / "headless")], "has no classifier"),
-        (["--weights", str(tmp_path / "nowhere")], "weights that ship (dmst_digits)"),
+        (["--weights", str(tmp_path / "nowhere")], "weights that ship (dmst_cifar10"),
     ):
         said = CliRunner().invoke(cli.app, ["classify", photo, *words])
         assert isinstance(said.exception, DmstError) and message in str(said.exception), words

@@ -13,7 +13,9 @@ PHOTOS = typer.Argument(help="Image files, or folders of them.")
 
 def classify(
     photos: list[str] = PHOTOS,
-    weights: str = typer.Option(..., help="A network that ships (`dmst models --shipped`), a saved model, or a finished run."),
+    weights: str = typer.Option(
+        "dmst_cifar10", help="A network that ships (`dmst models --shipped`), a saved model, or a finished run."
+    ),
     top: int = typer.Option(5, min=1, help="How many classes to tell."),
     maps: str = typer.Option(None, metavar="DIR", help="Write a picture a photo: the memberships of every head, laid over it."),
     layer: int = typer.Option(-1, help="The layer of --maps, from 0; -1 is the last."),
@@ -23,7 +25,9 @@ def classify(
 ) -> None:
     """Say what is in photos: the likeliest classes and their probabilities. Works offline.
 
-    dmst classify photo.jpg --weights runs/mine
+    dmst classify photo.jpg
+
+    dmst classify photo.jpg --weights dmst_cifar100 --maps maps --layer 3
 
     dmst classify holiday/ --weights runs/mine --maps maps --json
 

@@ -36,14 +36,17 @@ NEAR = 1e-3  # of stored logits: other machines add in another order
 
 def pretrained(name: str, device: Any = None, dtype: Any = None) -> VisionModel:
     """The network `name` with the weights that ship, in float32 if nothing else is asked for, in evaluation mode."""
-    if name not in SHIPPED:
-        have = ", ".join(SHIPPED) or "none"
-        raise OptionError(f"no weights ship for {name}. Those that do: {have}. For others: load_model(folder).")
+    _known(name)
     if digest(FOLDER / name) != SHIPPED[name]:
         raise BadFileError(f"{FOLDER / name} does not hold the files that were released: install the package again.")
     model = load_model(FOLDER / name).to(device, torch.float32 if dtype is None else dtype)
     retract(model)  # once, not in every call
     return model
+
+
+def _known(name: str) -> None:
+    if name not in SHIPPED:
+        raise OptionError(f"no weights ship for {name}. Those that do: {', '.join(SHIPPED)}. For others: load_model(folder).")
 
 
 def digest(folder: Path) -> str:
@@ -71,7 +74,13 @@ def answers(name: str) -> dict[str, Tensor]:
 
 
 def card(name: str) -> str:
+    _known(name)
     return (FOLDER / name / CARD).read_text(encoding="utf-8")
+
+
+def measured(name: str) -> str:
+    """The line of its card that says so."""
+    return next(line for line in card(name).splitlines() if line.startswith("Measured on "))
 
 
 def drawn(channels: int, height: int, width: int, count: int = 8) -> Tensor:
