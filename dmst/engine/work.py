@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -182,7 +182,7 @@ class Work:
         images = images.to(self.parameters[0].dtype)
         if run.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
-        with precision(run.amp, self.group.device):
+        with precision(run.amp, self.group.device), without_cudnn_attention():
             logits = net(images)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -287,6 +287,17 @@ class Work:
         half = recorded(first, state, self.group.device)
         torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])  # recorded, not computed so far
         self._replay = half, recorded(self._move, state, self.group.device)
+
+
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """On Hopper its backward pass gives NaN for 64 tokens once a token scores all others below -88.7 (pytorch issue 196678)."""
+    was = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)
 
 
 def recorded(call: Callable[[], None], state: list[Tensor], device: torch.device) -> Callable[[], None]:
