@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.operators import BEGIN, END, markdown
 from dmst.bench import tables
-from dmst.models import create_model, model_config
+from dmst.models import create_model, model_config, shipped
 from dmst.models.zoo import LAYERS, SIZES, SMALL
 from dmst.operators import OPERATORS
 from tests.cases import VARIANTS
@@ -82,7 +82,14 @@ def test_named_tests_exist(path: Path) -> None:
 
 def test_every_operator_and_family_is_in_a_readme_table() -> None:
     rows = re.findall(r"^\| `(\w+)`[^|]*\|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert set(rows) == set(OPERATORS) | set(LAYERS)  # its two tables: operators, families
+    assert set(rows) == set(OPERATORS) | set(LAYERS) | set(shipped.SHIPPED)  # its three tables
+
+
+def test_the_accuracies_in_the_readme_are_those_of_the_cards() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([\d.]+) % \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {name for name, _ in rows} == set(shipped.SHIPPED)
+    for name, share in rows:
+        assert f"top-1 {share}%" in shipped.card(name)
 
 
 def test_the_sizes_in_the_documents_are_those_of_the_code() -> None:
