@@ -61,7 +61,7 @@ def test_create_model_takes_them() -> None:
     assert torch.equal(other.blocks[0].operator.subspace.weight, model.blocks[0].operator.subspace.weight)
     with pytest.raises(OptionError, match="weights of dmst_digits are those of another operator"):
         create_model("dmst_digits", pretrained=True, operator="tssa")
-    with pytest.raises(OptionError, match=r"no weights ship for dmst_small_patch16_224\. Those that do: dmst_digits"):
+    with pytest.raises(OptionError, match=r"no weights ship for dmst_small_patch16_224\. Those that do: .*dmst_digits"):
         create_model("dmst_small", pretrained=True)
 
 
@@ -143,13 +143,18 @@ def test_a_name_under_which_images_would_look_otherwise_is_refused(tmp_path: Pat
     save_model(create_model("dmst_cifar", depth=1), tmp_path / "trained")
     with pytest.raises(OptionError, match="normalised otherwise"):
         ship.ship(tmp_path / "trained", "dmst_mine", "digits", tmp_path / "out")
-    with pytest.raises(BadFileError, match=r"dmst_digit is not there: .*weights that ship \(dmst_digits"):
+    with pytest.raises(BadFileError, match=r"dmst_digit is not there: .*weights that ship \(.*dmst_digits"):
         prepare.read_weights("dmst_digit")
 
 
 def test_the_command() -> None:
     said = CliRunner().invoke(cli.app, ["models", "--verify"])
-    assert said.exit_code == 0 and said.output.startswith("dmst_digits: answers within ")
-    assert "# dmst_digits" in CliRunner().invoke(cli.app, ["models", "--shipped"]).output
-    rows = CliRunner().invoke(cli.app, ["models", "digits"]).output.splitlines()
-    assert [row.split()[0] for row in rows[1:-1] if row.endswith(" *")] == list(shipped.SHIPPED)
+    assert said.exit_code == 0
+    assert [line.split(": ")[0] for line in said.output.splitlines()[:-1]] == list(shipped.SHIPPED)
+    assert all("answers within " in line for line in said.output.splitlines()[:-1])
+    assert "dmst_digits: Measured on digits test" in CliRunner().invoke(cli.app, ["models", "--shipped"]).output
+    assert CliRunner().invoke(cli.app, ["models", "--card", "tost_cifar10"]).output.startswith("# tost_cifar10")
+    with pytest.raises(OptionError, match="no weights ship for nothing"):
+        CliRunner().invoke(cli.app, ["models", "--card", "nothing"], catch_exceptions=False)
+    rows = CliRunner().invoke(cli.app, ["models"]).output.splitlines()
+    assert {row.split()[0] for row in rows[1:-1] if row.endswith(" *")} == set(shipped.SHIPPED)

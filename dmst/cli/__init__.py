@@ -6,6 +6,7 @@ dmst models [PATTERN]     the named networks, their sizes and parameters
 dmst train RECIPE         train or fine-tune, or go on with a run; dmst train --data FOLDER ... for images of your own
 dmst evaluate WEIGHTS     exact top-1 and top-5 of a saved model
 dmst classify PHOTO...    what a network sees in photos, with pictures of its memberships
+dmst explore              a page in the browser: what networks compute of your picture, and what they do without a head
 dmst analyze VERB         look inside: rates by layer, certificates, maps
 dmst report WEIGHTS       one page about a network: accuracy, calibration, rates, certificates, gates, answers with maps
 dmst recipes [NAME]       the recipes that ship, what each promises; --keys: all that can be set
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dmst.cli import analyze, bench, classify, data, report, reproduce, train
+from dmst.cli import analyze, bench, classify, data, explore, report, reproduce, train
 
 app = typer.Typer(name="dmst", help="A white-box vision transformer.", no_args_is_help=True, add_completion=False)
 
@@ -69,16 +70,22 @@ def operators() -> None:
 @app.command()
 def models(
     pattern: str = typer.Argument("*", help='Which names: "dmst_*", or a part of a name.'),
-    shipped: bool = typer.Option(False, "--shipped", help="Only those whose weights ship, with their cards."),
+    shipped: bool = typer.Option(False, "--shipped", help="Only those whose weights ship: what each was measured to do."),
+    card: str = typer.Option(None, metavar="NAME", help="The card of one that ships: data, recipe, accuracy by class, limits."),
     verify: bool = typer.Option(False, "--verify", help="Check the weights that ship: their bytes, and their stored answers."),
 ) -> None:
     """List the named networks: shape, tokens, and parameters with 10 and with 1000 classes. * marks weights that ship."""
     from dmst.models import VisionModel, list_models, model_config
     from dmst.models import shipped as ours
 
+    if card:
+        typer.echo(ours.card(card))
+        return
     if shipped or verify:
         for name in ours.SHIPPED:
-            typer.echo(f"{name}: answers within {ours.verify(name):.1e} of those stored" if verify else ours.card(name))
+            told = f"answers within {ours.verify(name):.1e} of those stored" if verify else ours.measured(name)
+            typer.echo(f"{name}: {told}")
+        typer.echo("`dmst models --card NAME` says how each was made, its accuracy by class, and its limits.")
         return
 
     def count(name: str, classes: int) -> str:
@@ -127,6 +134,7 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="The same as JSON.
 app.command()(train.train)
 app.command()(train.evaluate)
 app.command()(classify.classify)
+app.command()(explore.explore)
 app.command()(train.recipes)
 app.command()(reproduce.reproduce)
 app.command()(report.report)

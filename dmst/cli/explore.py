@@ -1,0 +1,33 @@
+"""`dmst explore`."""
+
+from __future__ import annotations
+
+import typer
+
+MODELS = typer.Option(
+    ["dmst_cifar10", "tost_cifar10"],
+    "--model",
+    help="A network that ships (`dmst models --shipped`), a saved model, or a finished run; give it again for more.",
+)
+
+
+def explore(
+    model: list[str] = MODELS,
+    host: str = typer.Option("127.0.0.1", help="Where to listen. Other than this machine alone: the link then has a token."),
+    port: int = typer.Option(0, min=0, max=65535, help="0: any that is free."),
+    no_open: bool = typer.Option(False, "--no-open", help="Do not open the browser."),
+    device: str = typer.Option("cpu", help="cpu, cuda or cuda:N."),
+) -> None:
+    """Open a page that shows what networks compute of a picture: give it one, look inside, switch heads off.
+
+    dmst explore
+
+    dmst explore --model runs/mine --model dmst_cifar10
+
+    Works offline. Pictures stay in the memory of this process.
+    """
+    from dmst.engine.distributed import joined
+    from dmst.explorer.server import serve
+
+    with joined(device) as group:
+        serve(model, host=host, port=port, browser=not no_open, device=group.device, tell=typer.echo)

@@ -1,0 +1,118 @@
+"""Who may ask, and what every answer carries: around the whole application, so that errors pass through it too.
+
+Host       a name that this server was started for, against DNS rebinding: a stranger's name that leads here is refused
+Origin     if there is one, this very page
+X-Dmst: 1  with every POST: another site's page cannot send it without asking first, and asking is refused
+token      with everything under /api, where the server listens to other machines
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import logging
+import re
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+    "x-frame-options": "DENY",
+}
+HOST = re.compile(r"(?P<name>\[[0-9a-f:.]{2,45}\]|[a-z0-9_.-]{1,253})(:[0-9]{1,5})?")
+BROKEN = "something went wrong here; the terminal says what"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+def is_local(host: str) -> bool:
+    return host in LOOPBACK
+
+
+class Guard:
+    def __init__(self, app: App, host: str = "127.0.0.1", token: str = "") -> None:
+        self.app, self.token = app, token
+        self.names = {*LOOPBACK, host.lower()} | ({socket.gethostname().lower()} if host in EVERYWHERE else set())
+        self.any_address = host in EVERYWHERE
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1008})
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                mine = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *mine]
+            await send(message)
+
+        refusal = self.refusal(scope)
+        if refusal:
+            return await answer(sending, 403, refusal)
+        try:
+            await self.app(scope, receive, sending)
+        except Exception:
+            logging.getLogger("dmst.explorer").exception("%s %s", scope["method"], scope["path"])
+            if not begun:
+                await answer(sending, 500, BROKEN)
+        return None
+
+    def refusal(self, scope: Scope) -> str:
+        """Why this request is not answered; "" if it is."""
+        found: dict[str, list[str]] = {}
+        for name, value in scope["headers"]:
+            found.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+        hosts, origins = found.get("host", []), found.get("origin", [])
+        if len(hosts) != 1 or not self.knows(hosts[0]):
+            return "this server does not go by that name: use the link that the terminal shows"
+        if any(origin.lower() != f"http://{hosts[0].lower()}" for origin in origins):
+            return "pages of other sites may not ask here"
+        if scope["method"] not in ("GET", "HEAD") and found.get("x-dmst") != ["1"]:
+            return "the header X-Dmst: 1 is missing"
+        given = found.get("x-dmst-token", [""])[0].encode("latin-1")
+        if self.token and scope["path"].startswith("/api") and not hmac.compare_digest(given, self.token.encode()):
+            return "the token is missing or wrong: use the link that the terminal shows"
+        return ""
+
+    def knows(self, host: str) -> bool:
+        told = HOST.fullmatch(host.lower())
+        name = told["name"].strip("[]") if told else ""
+        return bool(name) and (name in self.names or (self.any_address and _is_address(name)))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
+def unreadable() -> bytes:
+    """The answer to what is no HTTP: the server sends it alone, without the application."""
+    body = json.dumps({"error": "this is no HTTP request"})
+    lines = ["HTTP/1.1 400 Bad Request", "content-type: application/json", f"content-length: {len(body)}", "connection: close"]
+    return "\r\n".join([*lines, *(f"{name}: {value}" for name, value in HEADERS.items()), "", body]).encode()
+
+
+async def answer(send: Send, status: int, words: str) -> None:
+    body = json.dumps({"error": words}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,316 @@
+/* Events: what a person does, turned into changes of the state; the panels do the rest. */
+
+import { contain } from "./draw.js";
+import { keep, keptState, live, picture, start, upload } from "./net.js";
+import { Panel } from "./panel.js";
+import { fromFragment, modelOf, state, toFragment } from "./state.js";
+
+const $ = (id) => document.getElementById(id);
+const panels = [];
+
+function say(words) {
+  $("wrong").hidden = true;
+  $("news").textContent = words;
+}
+
+function complain(words) {
+  say("");
+  $("wrong").hidden = false;
+  $("wrong").textContent = words;
+}
+
+/* ---- the state changed ---- */
+
+function changed(kind, patch = {}, by = null) {
+  Object.assign(state, patch);
+  if (kind === "look") settle();
+  if (kind === "gates") panels.forEach((panel) => panel.shown && panel.paintForce());
+  if (kind === "gates" || kind === "slots") panels.forEach((panel) => panel.want());
+  if (kind === "look") by.paint();
+  if (kind === "place") panels.forEach((panel) => panel.paintPlace());
+  paintBar();
+  remember();
+}
+
+/* What nobody has chosen yet: a layer past the middle, and its head with the largest gate. */
+function settle() {
+  const first = panels.find((panel) => panel.shown);
+  state.layer ??= Math.floor(0.6 * first.shown.look.layers.length);
+  if (state.head !== null) return;
+  const gates = first.shown.look.layers[first.layer].gate ?? [0];
+  state.head = gates.indexOf(Math.max(...gates));
+}
+
+const largest = (of) => Math.max(0, ...panels.filter((panel) => panel.shown).map(of));
+
+function paintBar() {
+  const depth = largest((panel) => panel.shown.look.layers.length);
+  const heads = largest((panel) => panel.heads);
+  $("layer").max = Math.max(depth - 1, 0);
+  $("layer").value = Math.min(state.layer ?? 0, depth - 1);
+  $("layer-out").textContent = depth ? Math.min(state.layer ?? 0, depth - 1) : "";
+  $("extent").textContent = depth ? `(0 to ${depth - 1})` : "";
+  $("strength").value = state.strength;
+  $("stretch").checked = state.stretch;
+  if ($("heads").children.length !== heads) {
+    $("heads").replaceChildren(...Array.from({ length: heads }, (_, k) => {
+      const label = document.createElement("label");
+      const radio = Object.assign(document.createElement("input"), { type: "radio", name: "head", value: k });
+      label.append(radio, Object.assign(document.createElement("span"), { textContent: k }));
+      return label;
+    }));
+  }
+  const chosen = Math.min(state.head ?? 0, heads - 1);
+  document.querySelectorAll("#heads input").forEach((radio, k) => {
+    radio.checked = k === chosen;
+  });
+  const set = state.slots.reduce((sum, slot) => sum + Object.values(slot.gates).reduce((n, each) => n + Object.keys(each).length, 0), 0);
+  $("reset").disabled = !set;
+  $("reset").textContent = set ? `Reset ${set} ${set === 1 ? "gate" : "gates"}` : "Reset heads";
+}
+
+let later = 0;
+
+function remember() {
+  clearTimeout(later);
+  later = setTimeout(() => live && history.replaceState(null, "", toFragment()), 200);
+}
+
+function paintModels() {
+  const option = (value, text) => Object.assign(document.createElement("option"), { value, textContent: text });
+  for (const i of [0, 1]) {
+    const select = $(`model-${i}`);
+    const some = state.models.map(({ id, name }) => option(id, name));
+    select.replaceChildren(...(i ? [option("", "nothing"), ...some] : some));
+    select.value = state.slots[i]?.model ?? "";
+    select.disabled = !live || !state.models.length;
+  }
+}
+
+function arrange() {
+  while (panels.length > state.slots.length) {
+    const gone = panels.pop();
+    gone.stop();
+    gone.root.remove();
+  }
+  state.slots.forEach((slot, i) => {
+    if (panels[i]?.slot === slot) return;
+    panels[i]?.stop();
+    const panel = new Panel(slot, changed);
+    if (panels[i]) panels[i].root.replaceWith(panel.root);
+    else $("panels").append(panel.root);
+    panels[i] = panel;
+    panel.waiting(`Asking ${modelOf(slot).name} …`);
+  });
+  $("panels").dataset.count = panels.length;
+  document.body.classList.toggle("two", panels.length > 1);
+  changed("slots");
+}
+
+/* ---- pictures ---- */
+
+async function show(image) {
+  state.image = image;
+  $("picture-name").textContent = image.name;
+  $("thumb").setAttribute("aria-label", `The picture: ${image.name}`);
+  document.querySelectorAll(".example").forEach((each) => each.setAttribute("aria-pressed", each.dataset.image === image.id));
+  changed("slots");
+  const drawn = await picture(image.id);
+  if (state.image !== image) return;
+  contain($("thumb"), drawn);
+  $("picture-size").textContent = image.width ? `${image.width} × ${image.height} px` : "drawn example";
+}
+
+async function take(file) {
+  if (!live) return;
+  if (!file) return complain("That was no picture file. Drop or paste a file from your computer; a web address is never fetched.");
+  if (file.size > state.limit) return complain(`${file.name} has ${(file.size / 2 ** 20).toFixed(1)} MiB; at most ${state.limit / 2 ** 20} MiB are taken.`);
+  say(`Reading ${file.name} …`);
+  try {
+    const { image, width, height } = await upload(file);
+    say("");
+    await show({ id: image, name: file.name || "pasted picture", width, height });
+  } catch (error) {
+    complain(error.message);
+  }
+}
+
+async function example({ id, name }) {
+  const button = Object.assign(document.createElement("button"), { type: "button", className: "example", title: name });
+  const canvas = Object.assign(document.createElement("canvas"), { width: 64, height: 64 });
+  button.dataset.image = id;
+  button.setAttribute("aria-pressed", state.image?.id === id);
+  button.append(canvas, Object.assign(document.createElement("span"), { textContent: name }));
+  button.addEventListener("click", () => show({ id, name }).catch((error) => complain(error.message)));
+  $("examples").append(button);
+  contain(canvas, await picture(id));
+}
+
+function listenForPictures() {
+  $("file").addEventListener("change", () => {
+    if ($("file").files.length) take($("file").files[0]);
+    $("file").value = "";
+  });
+  document.addEventListener("paste", (event) => {
+    const files = [...(event.clipboardData?.files ?? [])];
+    if (files.length || !event.target.matches?.("input")) take(files.find((each) => each.type.startsWith("image/")) ?? files[0]);
+  });
+  document.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    document.body.classList.add("dragging");
+  });
+  document.addEventListener("dragleave", (event) => event.relatedTarget || document.body.classList.remove("dragging"));
+  document.addEventListener("drop", (event) => {
+    event.preventDefault();
+    document.body.classList.remove("dragging");
+    take(event.dataTransfer.files[0]);
+  });
+}
+
+/* ---- controls ---- */
+
+const step = (key, by, most) => changed("place", { [key]: Math.min(Math.max((state[key] ?? 0) + by, 0), most) });
+
+function movePatch(dx, dy) {
+  const panel = panels.find((each) => each.shown);
+  const [rows, columns] = panel.shown.look.grid;
+  const at = state.patch ?? { x: 0.5 - dx / columns, y: 0.5 - dy / rows };
+  const [column, row] = [Math.floor(at.x * columns) + dx, Math.floor(at.y * rows) + dy];
+  const inside = (each, count) => (Math.min(Math.max(each, 0), count - 1) + 0.5) / count;
+  changed("place", { patch: { x: inside(column, columns), y: inside(row, rows) } });
+}
+
+function reset() {
+  state.slots.forEach((slot) => {
+    slot.gates = {};
+  });
+  changed("gates");
+}
+
+const ARROWS = { ArrowLeft: ["layer", -1, 0], ArrowRight: ["layer", 1, 0], ArrowUp: ["head", 0, -1], ArrowDown: ["head", 0, 1] };
+
+function pressed(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || $("help").open) return;
+  const [typing, sliding] = ["input[type=number], select", "input[type=range], input[type=radio]"].map((each) => event.target.matches?.(each));
+  if (event.key === "?") $("help").showModal();
+  const shown = panels.filter((panel) => panel.shown);
+  if (typing || !shown.length) return;
+  const [key, dx, dy] = ARROWS[event.key] ?? [];
+  if (key && sliding && !event.shiftKey) return;
+  if (key) {
+    event.preventDefault();
+    if (event.shiftKey) movePatch(dx, dy);
+    else step(key, dx + dy, key === "layer" ? $("layer").max : $("heads").children.length - 1);
+  } else if (/^\d$/.test(event.key) && Number(event.key) < $("heads").children.length) changed("place", { head: Number(event.key) });
+  else if (event.key === "Escape") changed("place", { patch: null });
+  else if (live && event.key === "x") (shown.find((panel) => panel.root.contains(event.target)) ?? shown[0]).toggle();
+  else if (live && event.key === "r") reset();
+}
+
+function theme(name) {
+  state.theme = name;
+  $("theme").textContent = `Theme: ${name}`;
+  if (name === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+  try {
+    localStorage.setItem("dmst-theme", name);
+  } catch {} // storage may be switched off
+}
+
+async function keepView() {
+  const { image, slots, layer, head, patch, strength, stretch, rate } = state;
+  const views = slots.flatMap(({ model, gates }) => {
+    const plain = { model, image: image.id, gates: {} };
+    return Object.keys(gates).length ? [{ model, image: image.id, gates }, plain] : [plain];
+  });
+  say("Putting the view into one file …");
+  try {
+    const file = await keep(views, { image, slots, layer, head, patch, strength, stretch, rate });
+    const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(file), download: "dmst-view.html" });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+    say("Kept: dmst-view.html. It opens in any browser, without a server.");
+  } catch (error) {
+    complain(error.message);
+  }
+}
+
+async function copyLink() {
+  history.replaceState(null, "", toFragment());
+  try {
+    await navigator.clipboard.writeText(location.href);
+    say("The link is copied. It brings back networks, picture, layer, head and what you switched.");
+  } catch {
+    say("The link is in the address bar; copying it was not allowed.");
+  }
+}
+
+function listen() {
+  $("layer").addEventListener("input", () => changed("place", { layer: $("layer").valueAsNumber }));
+  $("heads").addEventListener("change", (event) => changed("place", { head: Number(event.target.value) }));
+  $("strength").addEventListener("input", () => changed("place", { strength: $("strength").valueAsNumber }));
+  $("stretch").addEventListener("change", () => changed("place", { stretch: $("stretch").checked }));
+  $("reset").addEventListener("click", reset);
+  $("keep").addEventListener("click", keepView);
+  $("link").addEventListener("click", copyLink);
+  $("theme").addEventListener("click", () => theme({ system: "light", light: "dark", dark: "system" }[state.theme]));
+  $("help-button").addEventListener("click", () => $("help").showModal());
+  $("model-0").addEventListener("change", (event) => {
+    state.slots[0] = { model: event.target.value, gates: {} };
+    arrange();
+  });
+  $("model-1").addEventListener("change", (event) => {
+    state.slots.splice(1, 1, ...(event.target.value ? [{ model: event.target.value, gates: {} }] : []));
+    arrange();
+  });
+  document.addEventListener("keydown", pressed);
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    $("panels").focus();
+  });
+  addEventListener("hashchange", () => live && restore(location.hash).catch((error) => complain(error.message)));
+}
+
+/* ---- beginning ---- */
+
+async function restore(fragment) {
+  const asked = keptState ? keptState.image.id : fromFragment(fragment);
+  paintModels();
+  if (state.slots.length) arrange();
+  const drawn = state.examples.find(({ id }) => id === asked);
+  if (keptState) return show(keptState.image);
+  if (drawn || !asked) return (drawn ?? state.examples[0]) && show(drawn ?? state.examples[0]);
+  return show({ id: asked, name: "your picture" }).catch(() => {
+    complain("The picture of that link is no longer in memory (pictures are never written to disk): give it again. An example is shown.");
+    return state.examples[0] && show(state.examples[0]);
+  });
+}
+
+async function begin() {
+  let chosen = "system";
+  try {
+    chosen = localStorage.getItem("dmst-theme") ?? "system";
+  } catch {} // storage may be switched off
+  theme(["light", "dark"].includes(chosen) ? chosen : "system");
+  document.body.classList.toggle("kept", !live);
+  listen();
+  if (live) listenForPictures();
+  say(live ? "Asking the server …" : "");
+  const { models, examples, upload_limit: limit, version } = await start();
+  Object.assign(state, { models, examples, limit }, keptState);
+  say("");
+  $("about").textContent = live
+    ? `dmst ${version}. Everything here is computed on this computer as you ask for it, by the network itself; nothing leaves it.`
+    : `A view kept from dmst explore, dmst ${version}. Layers, heads and patches can be looked through; switching heads needs the network: dmst explore.`;
+  if (!live) $("lead").textContent = "A kept view: look through its layers, heads and patches. No network is in this file.";
+  if (!models.length) return complain("The server has no network to show.");
+  const shown = restore(location.hash);
+  await Promise.all([shown, ...examples.map(example)]);
+}
+
+begin().catch((error) => {
+  complain(error.message);
+  const again = Object.assign(document.createElement("button"), { type: "button", textContent: "Try again" });
+  again.addEventListener("click", () => location.reload());
+  $("wrong").append(" ", again);
+});

@@ -1,0 +1,72 @@
+/* Numbers to colours, and maps over the picture that they belong to: one square a patch, nothing made up between them. */
+
+/* dmst.analysis.membership.RAMP: dark blue over grey to yellow, readable in grey and by everyone */
+const RAMP = [[0, 32, 77], [21, 52, 109], [67, 78, 108], [102, 105, 112], [137, 134, 121], [176, 165, 113], [217, 199, 91], [255, 234, 70]];
+const MISSING = [204, 121, 167];
+
+export function colour(value, low, high) {
+  if (value === null || Number.isNaN(value)) return MISSING;
+  const place = Math.min(Math.max((value - low) / Math.max(high - low, 1e-12), 0), 1) * (RAMP.length - 1);
+  const below = Math.min(Math.floor(place), RAMP.length - 2);
+  return RAMP[below].map((each, i) => Math.round(each * (1 - place + below) + RAMP[below + 1][i] * (place - below)));
+}
+
+const patches = document.createElement("canvas"); // one pixel a patch
+
+function paintPatches(values, [rows, columns], low, high) {
+  patches.width = columns;
+  patches.height = rows;
+  const pen = patches.getContext("2d");
+  const pixels = pen.createImageData(columns, rows);
+  values.forEach((value, i) => pixels.data.set([...colour(value, low, high), 255], 4 * i));
+  pen.putImageData(pixels, 0, 0);
+  return patches;
+}
+
+export const sizeOf = ([rows, columns], longest) => Math.max(1, Math.floor(longest / Math.max(rows, columns)));
+
+/* values null: the picture alone. faint: a head that adds nothing. */
+export function overlay(canvas, picture, values, grid, { low, high, strength, longest = 640, faint = false, marks = [] }) {
+  const cell = sizeOf(grid, longest);
+  const [height, width] = [grid[0] * cell, grid[1] * cell];
+  if (canvas.width !== width) canvas.width = width;
+  if (canvas.height !== height) canvas.height = height;
+  const pen = canvas.getContext("2d");
+  pen.globalAlpha = faint ? 0.35 : 1;
+  pen.clearRect(0, 0, width, height);
+  pen.imageSmoothingEnabled = picture.width > width;
+  pen.drawImage(picture, 0, 0, width, height);
+  pen.imageSmoothingEnabled = false;
+  if (values) {
+    pen.globalAlpha = faint ? 0.18 * strength : strength;
+    pen.drawImage(paintPatches(values, grid, low, high), 0, 0, width, height);
+  }
+  pen.globalAlpha = 1;
+  for (const { patch, thin } of marks) {
+    const [x, y] = [(patch % grid[1]) * cell, Math.floor(patch / grid[1]) * cell];
+    pen.lineWidth = thin ? 2 : 6;
+    pen.strokeStyle = "#000";
+    pen.strokeRect(x + 1, y + 1, cell - 2, cell - 2);
+    pen.lineWidth = thin ? 1 : 3;
+    pen.strokeStyle = "#fff";
+    pen.strokeRect(x + 1, y + 1, cell - 2, cell - 2);
+  }
+}
+
+export function ramp(canvas) {
+  const pen = canvas.getContext("2d");
+  for (let x = 0; x < canvas.width; x++) {
+    pen.fillStyle = `rgb(${colour(x / (canvas.width - 1), 0, 1).join()})`;
+    pen.fillRect(x, 0, 1, canvas.height);
+  }
+}
+
+/* The whole picture inside a square, as large as it goes. */
+export function contain(canvas, picture) {
+  const pen = canvas.getContext("2d");
+  const scale = Math.min(canvas.width / picture.width, canvas.height / picture.height);
+  const [width, height] = [picture.width * scale, picture.height * scale];
+  pen.clearRect(0, 0, canvas.width, canvas.height);
+  pen.imageSmoothingEnabled = scale < 1;
+  pen.drawImage(picture, (canvas.width - width) / 2, (canvas.height - height) / 2, width, height);
+}

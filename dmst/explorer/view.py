@@ -1,0 +1,132 @@
+"""What a network computed, as the JSON that the page draws: every number is a tensor of `trace`, or of `analysis` on it.
+
+look(model, trace)            prediction, and for every layer its maps (heads x patches) and gates
+rates(model, trace, found)    nats by layer, and the certificates in words
+
+Numbers have six digits; what is not finite is None. Layers and heads count from 0. One image: number 0 of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmst.analysis.certificates import Certificate, LayerCertificate
+from dmst.analysis.membership import maps
+from dmst.analysis.rates import LayerRates, rates_of
+from dmst.analysis.scored import attention_received
+from dmst.models import Trace, VisionModel
+
+TOP = 5
+EPS = 0.1
+RATES = ("variational", "complete", "coding", "active")
+MEANS = {
+    "membership": "Membership, from 0 to 1: how much each patch belongs to the subspace of the head, as the layer computed it.",
+    "rescaled": "Membership times the number of patches: how much each belongs to the subspace of the head; 1 is the mean.",
+    "class token": "Attention received: how much the class token looks at each patch, by head. It is no membership.",
+    "attention": "Attention received: how much each patch is looked at, mean over all patches that look. It is no membership.",
+    "channels": "This layer attends between channels, not between patches: it has no map of the picture.",
+}
+
+
+def look(model: VisionModel, trace: Trace, forced: Collection[int] = ()) -> dict[str, Any]:
+    """`forced`: layers in which a gate was forced, and whose own gates are computed again. Outside of `forced_gates`."""
+    probabilities = trace.logits[0].double().softmax(-1)
+    ranked = probabilities.nan_to_num(-1).sort(descending=True, stable=True).indices[:TOP].tolist()
+    names = names_of(model)
+    said = plain(probabilities)
+    two = [*probabilities[ranked[:2]].tolist(), 0.0]
+    return {
+        "top": [{"class": names[i], "index": i, "probability": said[i]} for i in ranked],
+        "margin": _number(two[0] - two[1]),
+        "probabilities": said,
+        "grid": list(trace.grid),
+        "prefix": trace.prefix,
+        "layers": [_layer(model, trace, i, i in forced) for i in range(len(trace.layers))],
+    }
+
+
+def names_of(model: VisionModel) -> tuple[str, ...]:
+    return model.class_names or tuple(f"class {i}" for i in range(model.config.num_classes))
+
+
+def _layer(model: VisionModel, trace: Trace, number: int, forced: bool) -> dict[str, Any]:
+    layer = trace.layers[number]
+    parts, own = layer.parts, layer.parts.gate
+    if forced and own is not None:
+        own = model.blocks[number].operator.decompose(layer.normed, grid=trace.grid).gate  # type: ignore[union-attr, operator]
+    kind, values = "membership", None
+    if parts.membership is not None:
+        values = maps(trace, number)[0].flatten(1)
+        means = "rescaled" if values.max() > 1 else "membership"
+    else:
+        received = attention_received(trace, number)
+        kind = "attention"
+        means = "channels" if received is None else "class token" if trace.prefix else "attention"
+        values = None if received is None else received[0]
+    low, high = _ends(values, kind)
+    return {
+        "kind": kind,
+        "means": MEANS[means],
+        "maps": [] if values is None else plain(values),
+        "low": low,
+        "high": high,
+        "gate": None if parts.gate is None else plain(parts.gate[0]),
+        "computed_gate": None if own is None else plain(own[0]),
+    }
+
+
+def _ends(values: Tensor | None, kind: str) -> tuple[float, float]:
+    """Of the colours: shares from 0 to 1, whatever the layer has of them; of attention up to its largest."""
+    seen = torch.zeros(1) if values is None else values[values.isfinite()]
+    low, high = (seen.min().item(), seen.max().item()) if seen.numel() else (0.0, 1.0)
+    least, most = min(0.0, low), max(high, 1.0) if kind == "membership" else high
+    return _number(least) or 0.0, _number(most if most > least else least + 1) or 1.0
+
+
+def rates(model: VisionModel, trace: Trace, certificate: Certificate) -> dict[str, Any]:
+    pairs = zip(trace.layers, model.blocks, strict=True)
+    found = [rates_of(layer.normed, layer.parts, block.operator, eps=EPS) for layer, block in pairs]  # type: ignore[arg-type]
+    mean = {name: [each[name][0].item() for each in found] for name in RATES}
+    told = LayerRates(model.config.name, "input", EPS, 1, mean, {})
+    return {
+        "convention": told.convention,
+        "rates": {name: plain(torch.tensor(row, dtype=torch.float64)) for name, row in mean.items()},
+        "certificates": [_sentence(each) for each in certificate.layers if each is not None] or certificate.sentences(),
+        "change": [None if each is None else _number(each.total["frozen"].mean) for each in certificate.layers],
+    }
+
+
+def _sentence(layer: LayerCertificate) -> str:
+    """The certificate's own sentence is of many images; this one of the one that is looked at."""
+    change, again = layer.total["frozen"].mean, layer.total["reread"].mean
+    how = "lowers" if change < 0 else "raises" if change > 0 else "does not change"
+    by = f" by {_nats(change)}" if change else ""
+    sure = ", and the bound guarantees it" if layer.guaranteed else ""
+    heads = ", ".join(map(str, layer.raising))
+    raising = f"raised by heads: {heads}" if heads else "no head raises its own part"
+    return (
+        f"Layer {layer.layer} {how} the rate{by} for this picture{sure}; {raising}. Read again after the norm, the tokens cost "
+        f"{_nats(again)} {'less' if again < 0 else 'more'}."
+    )
+
+
+def _nats(change: float) -> str:
+    return f"{abs(change):#.2g} nats"
+
+
+def plain(values: Tensor) -> Any:
+    """Nested lists of numbers with six digits."""
+    return _rounded(values.detach().double().tolist())
+
+
+def _rounded(values: Any) -> Any:
+    return [_rounded(each) if isinstance(each, list) else _number(each) for each in values]
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None

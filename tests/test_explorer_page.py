@@ -1,0 +1,706 @@
+"""The page of `dmst explore`, in a real Chromium against the real server: what it shows is what the networks compute.
+
+Every page of every test is watched: no console error, no breach of its policy, no dialog, no request to anyone but the server.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dmst.analysis import membership
+from dmst.analysis.intervene import forced_gates, switched_off
+from dmst.engine.prepare import read_weights
+from dmst.models import VisionModel, create_model, save_model
+
+fastapi = pytest.importorskip("fastapi", reason="dmst explore needs FastAPI: pip install 'dmst[explore]'")
+playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install playwright==1.65.0")
+
+from dmst.explorer import keep, server  # noqa: E402
+from dmst.explorer.session import Session  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium")
+
+MODELS = ("dmst_cifar10", "tost_cifar10", "dmst_digits")
+WATCH = """
+window.__violations = [];
+document.addEventListener("securitypolicyviolation", (e) => window.__violations.push(`${e.violatedDirective} ${e.blockedURI}`));
+"""
+RUN = "window.__canary=1"
+ATTACKS = [
+    f"<script>{RUN}</script>", f"<img src=x onerror={RUN}>", f"<svg onload={RUN}>", f"\"><img src=x onerror={RUN}>",
+    f"'><svg onload={RUN}>", f"</script><script>{RUN}</script>", f"<!--<script>{RUN}</script>-->", f"--><script>{RUN}</script>",
+    f"<![CDATA[<script>{RUN}</script>]]>", f"]]><script>{RUN}</script>", f"javascript:{RUN}", f"<a href=javascript:{RUN}>x</a>",
+    f"<iframe src=javascript:{RUN}>", f"<body onload={RUN}>", f"<details open ontoggle={RUN}>", f"<video src onerror={RUN}>",
+    f"<input autofocus onfocus={RUN}>", f"<style>@import 'x'</style><img src=x onerror={RUN}>", "<base href=//example.invalid>",
+    "<meta http-equiv=refresh content=0;url=//example.invalid>", "<link rel=stylesheet href=//example.invalid>",
+    f"<math><mtext></mtext><mglyph><svg onload={RUN}>", f"</title><script>{RUN}</script>", f"</textarea><script>{RUN}</script>",
+    f"</style><script>{RUN}</script>", f"</template><script>{RUN}</script>", f"${{{RUN}}}", f"{{{{{RUN}}}}}", f"`;{RUN};`",
+    f"';{RUN};//", f"\";{RUN};//", f"\\\";{RUN};//", f"\u2028{RUN}\u2029", f"\u202e<img src=x onerror={RUN}>",
+    f"<img src='data:,' onload={RUN}>", f"<scr<script>ipt>{RUN}</scr</script>ipt>", f"%3Cscript%3E{RUN}%3C/script%3E",
+    f"&lt;script&gt;{RUN}&lt;/script&gt;", f"<object data=javascript:{RUN}>", f"<form action=javascript:{RUN}><button>x",
+]  # fmt: skip
+
+
+@contextmanager
+def serving(models: list[str], token: str = "") -> Iterator[tuple[str, server.Site]]:
+    site = server.Site(Session(models))
+    bound = server.listening("127.0.0.1", 0)
+    running = server.server_of(site, "127.0.0.1", token)
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [bound]})
+    thread.start()
+    site.load()
+    try:
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}/", site
+    finally:
+        running.should_exit = True
+        thread.join(20)
+        site.close()
+        bound.close()
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[tuple[str, server.Site]]:
+    with serving(list(MODELS)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    arguments = ["--no-sandbox", "--disable-background-networking", "--disable-gpu"]
+    with playwright.sync_playwright() as p:
+        found = p.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield found
+        found.close()
+
+
+Open = Callable[..., Any]
+Routes = dict[str, Callable[[Any], None]]
+
+
+@pytest.fixture
+def watched(browser: Any) -> Iterator[Open]:
+    """Pages that must stay clean; `expected` is what a test provokes in the console."""
+    contexts: list[Any] = []
+    wrong: list[str] = []
+
+    def open_page(link: str, *, expected: str = "(?!)", routes: Routes | None = None, **options: Any) -> Any:
+        context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
+        context.set_default_timeout(20_000)
+        contexts.append(context)
+        page = context.new_page()
+        own = re.match(r"\w+://[^/]*/", link)[0]  # type: ignore[index]
+        page.add_init_script(WATCH)
+        page.on("dialog", lambda dialog: (wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.on("pageerror", lambda error: wrong.append(f"error {error}"))
+
+        def heard(said: Any) -> None:
+            if said.type == "error" and not re.search(expected, said.text):
+                wrong.append(f"console {said.text}")
+
+        def asked(sent: Any) -> None:
+            if not sent.url.startswith((own, "blob:", "data:")):
+                wrong.append(f"asked {sent.url}")
+
+        for path, answer in (routes or {}).items():
+            page.route(path, answer)
+        page.on("console", heard)
+        page.on("request", asked)
+        page.goto(link)
+        return page
+
+    yield open_page
+    for context in contexts:
+        for page in context.pages:
+            wrong += page.evaluate("window.__violations.map((each) => `policy ${each}`)")
+            if page.evaluate("window.__canary") is not None:
+                wrong.append("a text was run")
+        context.close()
+    assert not wrong
+
+
+@pytest.fixture
+def look_at(here: tuple[str, server.Site], watched: Open) -> Open:
+    def open_page(fragment: str = "image=e1", **options: Any) -> Any:
+        page = watched(f"{here[0]}#{fragment}", **options)
+        settled(page, 2 if "with=" in fragment else 1)
+        return page
+
+    return open_page
+
+
+def until(true: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def settled(page: Any, panels: int = 1, gates: str | None = None) -> None:
+    """Until every panel shows what was asked last, its rates too."""
+    wanted = "" if gates is None else f'[data-gates="{gates}"]'
+    page.locator(f".panel[data-rates]{wanted}").nth(panels - 1).wait_for()
+
+
+@pytest.fixture(scope="module")
+def networks() -> dict[str, VisionModel]:
+    return {name: read_weights(name).eval() for name in MODELS}
+
+
+@pytest.fixture
+def image(here: tuple[str, server.Site]) -> Callable[..., torch.Tensor]:
+    """A picture as a network takes it."""
+
+    def found(picture: str = "e1", model: str = "dmst_cifar10") -> torch.Tensor:
+        id = f"m{MODELS.index(model)}"
+        assert here[1].session.networks[id].ready.wait(60)
+        return here[1].session.picture(picture).seen[id]
+
+    return found
+
+
+def probabilities(model: VisionModel, image: torch.Tensor) -> list[float]:
+    with torch.inference_mode():
+        return model(image).double().softmax(-1)[0].tolist()
+
+
+def shown_top(page: Any, panel: int = 0) -> dict[str, float]:
+    rows = page.locator(".panel").nth(panel).locator(".top5 li").all_inner_texts()
+    return {row.split("\n")[0]: float(row.split("\n")[1].replace("<", "").rstrip(" %")) / 100 for row in rows}
+
+
+def assert_top(page: Any, model: VisionModel, wanted: list[float], panel: int = 0) -> None:
+    shown = shown_top(page, panel)
+    assert list(shown) == [model.class_names[i] for i in np.argsort(wanted)[::-1][: len(shown)]]
+    for name, value in shown.items():
+        assert value == pytest.approx(wanted[model.class_names.index(name)], abs=1.01e-3)
+
+
+def pixels(page: Any, selector: str = ".map") -> np.ndarray:
+    """What a canvas shows, (h, w, 3)."""
+    drawn = page.locator(selector).first.evaluate("(canvas) => canvas.toDataURL()")
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(drawn.partition(",")[2]))).convert("RGB"))
+
+
+def middles(drawn: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    tall, wide = drawn.shape[0] // rows, drawn.shape[1] // columns
+    return drawn[tall // 2 :: tall, wide // 2 :: wide]
+
+
+def png_of(seed: int, size: tuple[int, int] = (60, 40)) -> bytes:
+    out, wide, tall = io.BytesIO(), *size
+    coarse = np.random.default_rng(seed).integers(0, 255, (tall // 10, wide // 10, 3), np.uint8)
+    Image.fromarray(coarse).resize(size).save(out, "PNG")
+    return out.getvalue()
+
+
+# --- what is shown is what was computed ---------------------------------------------------------------------------------
+
+
+def test_the_answer_is_that_of_the_network(look_at: Open, networks: dict, image: Callable) -> None:
+    page = look_at("image=e1")
+    wanted = probabilities(networks["dmst_cifar10"], image("e1"))
+    assert_top(page, networks["dmst_cifar10"], wanted)
+    first, second = sorted(wanted)[::-1][:2]
+    assert f"Margin {first - second:.3f}" in page.locator(".margin").inner_text()
+    assert page.locator(".said").get_attribute("aria-live") == "polite"
+    assert page.locator(".wait").is_hidden()
+
+
+def test_every_layer_paints_the_memberships_of_the_trace(look_at: Open, networks: dict, image: Callable) -> None:
+    page = look_at("image=e2&strength=1&layer=0&head=0")
+    with torch.inference_mode():
+        trace = networks["dmst_cifar10"].trace(image("e2"))
+    for layer in range(9):
+        head = (3 * layer) % 8
+        page.locator("#layer").fill(str(layer))
+        page.locator("#heads input").nth(head).check()
+        wanted = membership.colour(membership.maps(trace, layer)[0, head])
+        assert abs(middles(pixels(page), 8, 8).astype(int) - wanted).max() <= 1, (layer, head)
+        panel = page.locator(".panel").first
+        assert (panel.get_attribute("data-layer"), panel.get_attribute("data-head")) == (str(layer), str(head))
+        gate = trace.layers[layer].parts.gate[0]
+        for k, words in enumerate(page.locator(".tile .words").all_inner_texts()):
+            assert words == "silent" if gate[k] == 0 else words in (f"{gate[k]:.2f}", "< 0.01"), (layer, k)
+
+
+def test_a_patch_is_followed_through_the_layers(look_at: Open, networks: dict, image: Callable) -> None:
+    page = look_at("image=e1&layer=4&head=6")
+    box = page.locator(".map").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 2.5 / 8, box["y"] + box["height"] * 5.5 / 8)
+    with torch.inference_mode():
+        trace = networks["dmst_cifar10"].trace(image("e1"))
+    wanted = torch.stack([membership.maps(trace, layer)[0, 6, 5, 2] for layer in range(9)])
+    assert page.locator(".readout").inner_text() == f"Patch in row 5, column 2: membership {wanted[4]:.3f}"
+    page.mouse.down()
+    page.mouse.up()
+    page.mouse.move(0, 0)
+    shown = json.loads(page.locator("svg.patch").get_attribute("data-values"))
+    assert shown == pytest.approx(wanted.tolist(), abs=1e-5)
+    assert "row 5, column 2" in page.locator(".through-title").inner_text()
+    assert page.locator("svg.patch path.curve-line").count() == 8
+    assert page.locator(".readout").inner_text().endswith(f"{wanted[4]:.3f}")
+
+
+def test_rates_and_certificates_are_those_of_the_analysis(look_at: Open, here: tuple) -> None:
+    page = look_at("image=e1&layer=5&head=0")
+    told = here[1].session.networks["m0"].rates(here[1].session.picture("e1"), {})
+    assert page.locator("svg.rates .value").text_content() == f"{told['rates']['variational'][5]:.2f}"
+    assert page.locator(".certificate").inner_text() == told["certificates"][5]
+    page.locator("select.rate").select_option("active")
+    assert page.locator("svg.rates .value").text_content() == f"{told['rates']['active'][5]:.0f}"
+
+
+# --- interventions ------------------------------------------------------------------------------------------------------
+
+
+def test_a_head_switched_off_moves_the_answer_as_intervene_says(look_at: Open, networks: dict, image: Callable) -> None:
+    page, model = look_at("image=e2&layer=5&head=0"), networks["dmst_cifar10"]
+    before = probabilities(model, image("e2"))
+    page.locator(".tile .switch").nth(0).click()
+    settled(page, gates="5.0:0")
+    with switched_off(model, {5: [0]}):
+        now = probabilities(model, image("e2"))
+    assert_top(page, model, now)
+    rows = page.locator(".changed tbody tr").all_inner_texts()
+    assert len(rows) >= 5
+    for row in rows:
+        name, old, fresh, change = row.split("\t")
+        index = model.class_names.index(name)
+        shown = [
+            float(each.replace("\N{MINUS SIGN}", "-").replace("<", "").rstrip(" %")) / 100 for each in (old, fresh, change)
+        ]
+        assert shown == pytest.approx([before[index], now[index], now[index] - before[index]], abs=1.01e-3)
+    assert page.locator(".tile").nth(0).locator(".words").inner_text() == "off"
+    assert page.locator(".tile .switch").nth(0).get_attribute("aria-checked") == "false"
+    assert page.locator("svg.dots .spot.off").count() == 1
+    assert page.locator("svg.rates path.before").count() == 1
+    page.locator("#reset").click()
+    settled(page, gates="")
+    assert_top(page, model, before)
+    assert page.locator(".changed table").is_hidden()
+    assert page.locator("#reset").is_disabled()
+
+
+def test_a_head_off_in_all_layers_and_a_layer_off(look_at: Open, networks: dict, image: Callable) -> None:
+    page, model = look_at("image=e1&layer=3&head=6"), networks["dmst_cifar10"]
+    page.locator(".off-all").click()
+    settled(page, gates=",".join(f"{layer}.6:0" for layer in range(9)))
+    with switched_off(model, {layer: [6] for layer in range(9)}):
+        assert_top(page, model, probabilities(model, image("e1")))
+    page.locator(".off-all").click()
+    page.locator(".layer-off").click()
+    settled(page, gates=",".join(f"3.{head}:0" for head in range(8)))
+    with switched_off(model, {3: range(8)}):
+        assert_top(page, model, probabilities(model, image("e1")))
+
+
+def test_a_forced_gate_is_the_gate(look_at: Open, networks: dict, image: Callable) -> None:
+    page, model = look_at("image=e1&layer=6&head=2"), networks["dmst_cifar10"]
+    page.locator(".gate-number").fill("0.75")
+    settled(page, gates="6.2:0.75")
+    with forced_gates(model, {6: {2: 0.75}}):
+        assert_top(page, model, probabilities(model, image("e1")))
+    assert page.locator(".tile").nth(2).locator(".words").inner_text() == "forced 0.75"
+    assert page.locator(".gate-range").input_value() == "0.75"
+    page.locator(".gate-range").fill("0.2")
+    settled(page, gates="6.2:0.2")
+    assert page.locator(".tile.forced").count() == 1
+    page.keyboard.press("Escape")
+    page.locator(".off-here").click()
+    settled(page, gates="")
+
+
+def test_the_last_of_many_quick_changes_is_what_stays(look_at: Open, networks: dict, image: Callable) -> None:
+    page, model = look_at("image=e1&layer=5&head=7"), networks["dmst_cifar10"]
+    for gate in range(11):
+        page.locator(".gate-range").fill(str(gate / 10))
+    for _ in range(4):
+        page.keyboard.press("x")
+    settled(page, gates="5.7:0")
+    with switched_off(model, {5: [7]}):
+        assert_top(page, model, probabilities(model, image("e1")))
+
+
+def test_two_networks_side_by_side_on_one_picture(look_at: Open, networks: dict, image: Callable) -> None:
+    page = look_at("model=dmst_cifar10&with=tost_cifar10&image=e2&layer=4&head=1&strength=1")
+    for i, name in enumerate(MODELS[:2]):
+        assert_top(page, networks[name], probabilities(networks[name], image("e2", name)), i)
+    second = page.locator(".panel").nth(1)
+    assert second.locator(".dial").is_hidden()
+    assert "no gate" in second.locator(".heads-words").inner_text()
+    second.locator(".switch").nth(1).click()
+    second.and_(page.locator('[data-gates="4.1:0"]')).wait_for()
+    with switched_off(networks["tost_cifar10"], {4: [1]}):
+        assert_top(page, networks["tost_cifar10"], probabilities(networks["tost_cifar10"], image("e2", "tost_cifar10")), 1)
+    assert second.locator(".tile .words").all_inner_texts() == ["on", "off", *["on"] * 6]
+    assert second.locator(".dial").is_hidden()
+    assert page.locator(".panel").first.get_attribute("data-gates") == ""
+    page.locator("#model-1").select_option(label="dmst_digits")
+    page.locator('.panel[aria-label="dmst_digits"] .map').wait_for()
+    page.locator("#layer").fill("8")
+    assert [each.get_attribute("data-layer") for each in page.locator(".panel").all()] == ["8", "3"]
+    page.locator("#model-1").select_option("")
+    assert page.locator(".panel").count() == 1
+
+
+def test_attention_is_never_called_membership(tmp_path: Path, watched: Open) -> None:
+    folders = []
+    for name, operator in (("rows", "mhsa"), ("channels", "xca")):
+        model = create_model("vit_digits", operator=operator, dim=16, depth=2, num_heads=2)
+        folders.append(str(save_model(model, tmp_path / name)))
+    with serving(folders, token="ab" * 32) as (link, _):
+        page = watched(f"{link}#token={'ab' * 32}&model=rows&with=channels")
+        settled(page, 2)
+        rows, channels = page.locator(".panel").all()
+        assert rows.locator(".see-title").inner_text().startswith("Attention received, layer 1")
+        assert "no membership" in rows.locator(".means").inner_text()
+        assert "attention received" in rows.locator(".readout").inner_text()
+        assert channels.locator(".see-title").inner_text() == "The picture as channels sees it"
+        assert "no map" in channels.locator(".means").inner_text()
+        assert channels.locator(".readout").inner_text() == ""
+        assert "has none" in rows.locator(".rate-words").inner_text()
+        rows.locator(".switch").nth(1).click()
+        rows.and_(page.locator('[data-gates="1.1:0"]')).wait_for()
+        channels.locator(".off-all").click()
+        channels.and_(page.locator('[data-gates^="0."]')).wait_for()
+        page.wait_for_timeout(300)
+        assert "token" not in page.evaluate("location.href")
+        page.reload()
+        settled(page, 2)
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------------
+
+
+def give(page: Any, how: str, name: str, raw: bytes, kind: str = "image/png") -> None:
+    if how == "choose":
+        page.locator("#file").set_input_files({"name": name, "mimeType": kind, "buffer": raw})
+        return
+    page.evaluate(
+        """([how, name, kind, bytes]) => {
+          const given = new DataTransfer();
+          given.items.add(new File([new Uint8Array(bytes)], name, { type: kind }));
+          const event = how === "drop" ? new DragEvent("drop", { dataTransfer: given, bubbles: true, cancelable: true })
+            : new ClipboardEvent("paste", { clipboardData: given, bubbles: true });
+          document.body.dispatchEvent(event);
+        }""",
+        [how, name, kind, list(raw)],
+    )
+
+
+@pytest.mark.parametrize("how", ["choose", "drop", "paste"])
+def test_a_picture_is_chosen_dropped_or_pasted(how: str, look_at: Open, networks: dict, image: Callable) -> None:
+    page = look_at()
+    give(page, how, "mine.png", png_of(1 + len(how)))
+    page.locator("#picture-name", has_text="mine.png").wait_for()
+    page.locator('.panel[data-rates*="\\"u"]').wait_for()
+    id = re.search(r'"image":"(u\w+)"', page.locator(".panel").get_attribute("data-key"))[1]  # type: ignore[index]
+    assert page.locator("#picture-size").inner_text() == "60 \N{MULTIPLICATION SIGN} 40 px"
+    assert_top(page, networks["dmst_cifar10"], probabilities(networks["dmst_cifar10"], image(id)))
+    assert "Reading" not in page.locator("#news").inner_text()
+
+
+def test_what_is_no_picture_is_refused_in_words(look_at: Open) -> None:
+    page = look_at(expected="status of 4")
+    give(page, "choose", "notes.png", b"these are words, not pixels")
+    page.locator("#wrong").wait_for()
+    assert "image" in page.locator("#wrong").inner_text() or "picture" in page.locator("#wrong").inner_text()
+    assert page.locator("#wrong").get_attribute("role") == "alert"
+    page.evaluate("document.body.dispatchEvent(new DragEvent('drop', {dataTransfer: new DataTransfer(), bubbles: true}))")
+    assert "never fetched" in page.locator("#wrong").inner_text()
+    page.evaluate(
+        """() => {
+          const given = new DataTransfer();
+          given.items.add(new File([new Uint8Array(11 * 2 ** 20)], "huge.png", { type: "image/png" }));
+          document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: given, bubbles: true }));
+        }"""
+    )
+    assert page.locator("#wrong").inner_text() == "huge.png has 11.0 MiB; at most 10 MiB are taken."
+    page.locator(".example").nth(2).click()
+    page.locator('.panel[data-rates*="\\"e2"]').wait_for()
+
+
+# --- when things go wrong -----------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_does_not_answer_is_said_and_tried_again(look_at: Open) -> None:
+    page = look_at(expected="ERR_FAILED|status of 503")
+    page.route("**/api/look", lambda route: route.abort())
+    page.locator(".tile .switch").nth(0).click()
+    page.locator(".fault").wait_for()
+    assert "still running" in page.locator(".fault").inner_text()
+    page.unroute("**/api/look")
+    page.route("**/api/look", lambda route: route.fulfill(status=503, json={"error": "<b>64 requests</b> are waiting"}))
+    page.locator(".retry").click()
+    page.locator(".fault p", has_text="<b>64 requests</b> are waiting").wait_for()
+    page.unroute("**/api/look")
+    page.locator(".retry").click()
+    page.locator('.panel[data-gates$=".0:0"]').wait_for()
+    assert page.locator(".fault").is_hidden()
+
+
+def test_a_network_that_loads_or_cannot_be_loaded_is_said(here: tuple, watched: Open) -> None:
+    told = here[1].session.start()
+    states = iter([*["loading"] * 3, "ready"])
+
+    def start(route: Any) -> None:
+        first = told["models"][0] | {"state": next(states, "ready")}
+        second = told["models"][1] | {"state": "failed", "words": "its file is <i>damaged</i>"}
+        route.fulfill(json=told | {"models": [first, second]})
+
+    page = watched(here[0], routes={"**/api/start": start})
+    page.locator(".wait p", has_text="Loading dmst_cifar10").wait_for()
+    assert page.locator(".bones").is_visible()
+    settled(page)
+    page.locator("#model-0").select_option(label="tost_cifar10")
+    page.locator(".fault p", has_text="its file is <i>damaged</i>").wait_for()
+
+
+# --- links, kept views ----------------------------------------------------------------------------------------------------
+
+
+def test_a_link_brings_everything_back(look_at: Open, here: tuple, watched: Open) -> None:
+    page = look_at("model=dmst_cifar10&with=tost_cifar10&image=e3")
+    page.locator("#layer").fill("6")
+    page.locator("#heads input").nth(3).check()
+    page.locator("#stretch").check()
+    page.locator(".panel").nth(0).locator(".gate-number").fill("0.5")
+    page.locator(".panel").nth(1).locator(".switch").nth(2).click()
+    page.locator(".map").first.click(position={"x": 30, "y": 50})
+    page.locator("select.rate").first.select_option("complete")
+    page.locator(".panel").nth(0).and_(page.locator('[data-rates*="0.5"]')).wait_for()
+    page.locator(".panel").nth(1).and_(page.locator('[data-gates="6.2:0"]')).wait_for()
+    page.wait_for_timeout(350)
+    link = page.evaluate("location.href")
+    other = watched(link)
+    settled(other, 2)
+    other.locator(".panel").nth(0).and_(other.locator('[data-gates="6.3:0.5"]')).wait_for()
+    told = """() => [[...document.querySelectorAll(".panel")].map((p) => ({...p.dataset})),
+      [...document.querySelectorAll(".said, .readout, .see-title, #picture-name")].map((e) => e.textContent),
+      ["#layer", "select.rate"].map((each) => document.querySelector(each).value), document.querySelector("#stretch").checked,
+      [...document.querySelectorAll("#heads input")].findIndex((e) => e.checked)]"""
+    assert other.evaluate(told) == page.evaluate(told)
+    assert (pixels(other) == pixels(page)).all()
+    assert "gates=6.3" in link and "image=e3" in link
+
+
+def test_a_link_to_what_is_not_there_shows_what_is(look_at: Open) -> None:
+    page = look_at(
+        "model=nobody&image=u00000000&layer=999&head=77&gates=x,5.1:2,4.2:nan&patch=7,7&strength=9", expected="status of 404"
+    )
+    assert "no longer in memory" in page.locator("#wrong").inner_text()
+    assert page.locator(".panel").get_attribute("data-layer") == "8"
+    assert page.locator(".panel").get_attribute("data-gates") == ""
+
+
+@pytest.fixture
+def kept_file(look_at: Open, tmp_path: Path) -> tuple[Any, Path]:
+    page = look_at("model=dmst_cifar10&with=tost_cifar10&image=e1&layer=5&head=7&gates=5.7:0&patch=0.4,0.6")
+    with page.expect_download() as download:
+        page.locator("#keep").click()
+    path = tmp_path / "view.html"
+    download.value.save_as(path)
+    return page, path
+
+
+def test_a_kept_view_shows_the_same_numbers_offline(kept_file: tuple[Any, Path], watched: Open) -> None:
+    page, path = kept_file
+    kept = watched(path.as_uri(), offline=True)
+    settled(kept, 2)
+    words = ".said, .top5, .margin, .changed table, .readout, .see-title, .certificate, .tiles, .facts, .through-title"
+    told = f"() => [...document.querySelectorAll('{words}')].map((each) => each.textContent)"
+    assert kept.evaluate(told) == page.evaluate(told)
+    assert (pixels(kept) == pixels(page)).all()
+    assert kept.locator(".tile .switch").first.is_hidden() and kept.locator("#file").is_hidden()
+    for each in (kept, page):
+        each.locator("#layer").fill("2")
+        each.locator("#heads input").nth(6).check()
+    assert (pixels(kept) == pixels(page)).all()
+    kept.locator("body").press("x")
+    assert kept.locator(".panel").first.get_attribute("data-gates") == "5.7:0"
+    assert re.findall(r'(?:src|href)="(?!#|data:,)', path.read_text(encoding="utf-8")) == []
+
+
+def test_a_kept_view_says_what_scripts_it_allows() -> None:
+    look = {"model": "m0", "image": "e0", "gates": {}}
+    view = {"look": look, "rates": {}, "picture": b"p", "seen": b"s"}
+    hostile = "</script><!--<script>\u2028&"
+    page = keep.page({"version": "1", "models": []}, [view], {"name": hostile})
+    assert hostile not in page and "<!--" not in page
+    data = re.search(r'<script type="application/json" id="kept">(.*?)</script>', page)[1]  # type: ignore[index]
+    assert json.loads(data)["state"]["name"] == hostile
+    assert page.count("<script") == 2 and "unsafe" not in page
+    assert not re.search(r"^\s*(import|export) ", keep.joined(), re.MULTILINE)
+
+
+# --- looks, and hands on the keyboard -----------------------------------------------------------------------------------
+
+
+def background(page: Any) -> float:
+    found = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(int(each) for each in re.findall(r"\d+", found)[:3]) / 3
+
+
+def test_light_and_dark_follow_the_system_and_the_button(look_at: Open) -> None:
+    page = look_at(color_scheme="dark")
+    assert background(page) < 60
+    page.emulate_media(color_scheme="light")
+    assert background(page) > 200
+    page.locator("#theme").click()
+    page.locator("#theme").click()
+    assert page.locator("#theme").inner_text() == "Theme: dark" and background(page) < 60
+    page.reload()
+    settled(page)
+    assert background(page) < 60
+
+
+@pytest.mark.parametrize("fragment", ["image=e1&patch=0.4,0.4&gates=5.7:0", "with=tost_cifar10&image=e1&patch=0.4,0.4"])
+def test_nothing_overflows_a_phone(fragment: str, look_at: Open) -> None:
+    page = look_at(fragment, viewport={"width": 360, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    wide = """() => [...document.querySelectorAll("body *")]
+      .filter((e) => !e.closest(".hidden, .skip, dialog:not([open]), svg *") && e.getBoundingClientRect().width)
+      .filter((e) => e.getBoundingClientRect().right > 360.5).map((e) => `${e.tagName}.${e.className}`)"""
+    assert page.evaluate(wide) == []
+    page.locator("#help-button").click()
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert page.evaluate(wide) == []
+
+
+def test_everything_is_reached_and_done_by_keyboard(look_at: Open) -> None:
+    page = look_at("image=e1&layer=5&head=7")
+    wanted = page.evaluate(
+        """() => {
+          const all = [...document.querySelectorAll("a[href], button, input, select, summary, [tabindex='0']")]
+            .filter((e) => !e.disabled && e.tabIndex >= 0 && e.checkVisibility() && !e.closest("dialog"))
+            .filter((e) => e.type !== "radio" || e.checked);
+          all.forEach((e, i) => { e.dataset.stop = i; });
+          return all.length;
+        }"""
+    )
+    reached = set()
+    for _ in range(wanted + 3):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement?.dataset.stop"))
+        assert page.evaluate(
+            """() => {
+              const e = document.activeElement;
+              const marked = [e, e.nextElementSibling, e.parentElement].filter(Boolean);
+              return e === document.body || marked.some((each) => getComputedStyle(each).outlineStyle !== "none");
+            }"""
+        )
+    assert {str(i) for i in range(wanted)} <= reached
+    panel = page.locator(".panel").first
+    page.locator(".map").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowUp")
+    assert (panel.get_attribute("data-layer"), panel.get_attribute("data-head")) == ("6", "6")
+    page.keyboard.press("2")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowDown")
+    assert (panel.get_attribute("data-layer"), panel.get_attribute("data-head")) == ("5", "3")
+    page.keyboard.press("x")
+    settled(page, gates="5.3:0")
+    page.keyboard.press("r")
+    settled(page, gates="")
+    page.keyboard.press("Shift+ArrowRight")
+    page.keyboard.press("Shift+ArrowUp")
+    assert "row 3, column 5" in page.locator(".readout").inner_text()
+    page.keyboard.press("Escape")
+    assert "row" not in page.locator(".readout").inner_text()
+    page.keyboard.press("?")
+    assert page.locator("#help").is_visible()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Escape")
+    assert page.locator("#help").is_hidden() and panel.get_attribute("data-layer") == "5"
+    page.locator("#layer").focus()
+    page.keyboard.press("ArrowLeft")
+    assert panel.get_attribute("data-layer") == "4"
+
+
+def test_every_control_has_a_name(look_at: Open) -> None:
+    page = look_at("with=tost_cifar10&image=e1&patch=0.4,0.4")
+    unnamed = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, [role=img], [role=group], [role=switch]")]
+          .filter((e) => !(e.getAttribute("aria-label") || e.innerText?.trim() || e.labels?.[0]?.innerText.trim()))
+          .map((e) => e.outerHTML.slice(0, 90))"""
+    )
+    assert unnamed == []
+    assert page.evaluate("document.documentElement.lang") == "en"
+    levels = page.evaluate(
+        "[...document.querySelectorAll('h1, h2, h3')].filter((e) => e.checkVisibility()).map((e) => Number(e.tagName[1]))"
+    )
+    assert levels[0] == 1 and all(after - before <= 1 for before, after in itertools.pairwise(levels))
+
+
+def test_the_figures_of_the_document_are_those_of_the_file() -> None:
+    from benchmarks.explorer import BEGIN, END, markdown
+
+    root = Path(__file__).resolve().parent.parent
+    shown = (root / "docs/explore.md").read_text().partition(BEGIN)[2].partition(END)[0]
+    assert shown == "\n" + markdown(json.loads((root / "results/cpu/explorer.json").read_text()))
+
+
+# --- texts of others ----------------------------------------------------------------------------------------------------
+
+
+def test_forty_hostile_file_names_are_text(look_at: Open) -> None:
+    page = look_at(expected="status of 422")
+    assert len(ATTACKS) == len(set(ATTACKS)) == 40
+    page.route("**/api/images", lambda route: route.fulfill(json={"image": "e0", "width": 9, "height": 9}))
+    for i, name in enumerate(ATTACKS):
+        give(page, ("choose", "drop", "paste")[i % 3], name, b"as if")
+        until(lambda name=name: page.locator("#picture-name").text_content() == name)
+        assert page.locator("#picture-name *").count() == 0
+        assert page.locator("#thumb").get_attribute("aria-label") == f"The picture: {name}"
+    page.unroute("**/api/images")
+    page.route("**/api/images", lambda route: route.fulfill(status=422, json={"error": ATTACKS[1]}))
+    with page.expect_response("**/api/images"):
+        give(page, "drop", "a.png", b"as if")
+    until(lambda: page.locator("#wrong").text_content() == ATTACKS[1])
+    assert page.locator("#wrong *").count() == 0
+
+
+def test_forty_hostile_names_of_classes_and_networks_are_text(tmp_path: Path, watched: Open) -> None:
+    folders = []
+    for i in range(8):
+        names = ATTACKS[5 * i : 5 * i + 5]
+        model = create_model("dmst_digits", dim=8, depth=2, num_heads=2, num_classes=5, in_chans=3)
+        model.class_names = tuple(names)
+        folders.append(str(save_model(model, tmp_path / f"{i}{names[1].replace('/', '')}")))
+    with serving(folders) as (link, _):
+        page = watched(link)
+        for i in range(8):
+            page.locator("#model-0").select_option(index=i)
+            name = Path(folders[i]).name
+            page.locator(".panel .top5 li .class").nth(4).wait_for()
+            settled(page)
+            assert page.locator(".panel .name").text_content() == name
+            shown = page.locator(".top5 .class")
+            page.locator(".tile .switch").first.click()
+            settled(page, gates="1.0:0")
+            assert set(shown.all_text_contents()) == set(ATTACKS[5 * i : 5 * i + 5])
+            assert page.locator(".top5 .class *, .name *, tbody th *, option *").count() == 0
+        with page.expect_download() as download:
+            page.locator("#keep").click()
+        download.value.save_as(tmp_path / "kept.html")
+    kept = watched((tmp_path / "kept.html").as_uri(), offline=True)
+    settled(kept)
+    assert set(kept.locator(".top5 .class").all_text_contents()) == set(ATTACKS[35:])
