@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-SCRIPTS = ("state.js", "draw.js", "charts.js", "kept.js", "panel.js", "app.js")
+SCRIPTS = ("state.js", "draw.js", "charts.js", "kept.js", "paint.js", "panel.js", "app.js")
 STYLE = '<link rel="stylesheet" href="/static/style.css">'
 SCRIPT = '<script type="module" src="/static/app.js"></script>'
 

@@ -66,7 +66,8 @@ export function curves(svg, { series, layer, low, high, unit, label, room, forma
     const anchor = layer < depth * 0.2 ? "start" : layer > depth * 0.8 ? "end" : "middle";
     const beside = [values[layer - 1], values[layer + 1]].filter((each) => each !== null && each !== undefined);
     const valley = beside.length && beside.every((each) => each > now) && y(now) < height - bottom - 22;
-    svg.append(node("text", { x: x(layer), y: valley ? y(now) + 19 : Math.max(y(now) - 10, 12), "text-anchor": anchor, class: "value" }, format(now)));
+    const at = valley ? y(now) + 19 : Math.max(y(now) - 10, 12);
+    svg.append(node("text", { x: x(layer), y: at, "text-anchor": anchor, class: "value" }, format(now)));
   }
 }
 
@@ -84,11 +85,12 @@ export function dots(svg, { gates, layer, head, label, room, pick }) {
   svg.append(node("rect", { x: left + layer * cell, y: top, width: cell, height: count * cell, class: "band" }));
   svg.append(node("rect", { x: left, y: top + head * cell, width: depth * cell, height: cell, class: "band" }));
   const every = Math.ceil((depth * 18) / (depth * cell));
-  for (let l = 0; l < depth; l += every) svg.append(node("text", { x: left + (l + 0.5) * cell, y: 14, "text-anchor": "middle", class: l === layer ? "here" : "" }, l));
-  for (let k = 0; k < count; k++) svg.append(node("text", { x: 18, y: top + (k + 0.5) * cell + 4, "text-anchor": "end", class: k === head ? "here" : "" }, k));
+  const number = (x, y, anchor, text, here) => svg.append(node("text", { x, y, "text-anchor": anchor, class: here ? "here" : "" }, text));
+  for (let l = 0; l < depth; l += every) number(left + (l + 0.5) * cell, 14, "middle", l, l === layer);
+  for (let k = 0; k < count; k++) number(18, top + (k + 0.5) * cell + 4, "end", k, k === head);
   gates.forEach((heads, l) => heads.forEach(({ size, silent, off, forced, title }, k) => {
     const [cx, cy] = [left + (l + 0.5) * cell, top + (k + 0.5) * cell];
-    const spot = node("g", { class: `spot${silent ? " silent" : ""}${off ? " off" : ""}${forced ? " forced" : ""}`, "data-layer": l, "data-head": k });
+    const spot = node("g", { class: ["spot", silent && "silent", off && "off", forced && "forced"].filter(Boolean).join(" ") });
     spot.append(node("rect", { x: cx - cell / 2, y: cy - cell / 2, width: cell, height: cell, class: "catch" }));
     if (off) spot.append(node("path", { d: `M${cx - 4} ${cy - 4}L${cx + 4} ${cy + 4}M${cx + 4} ${cy - 4}L${cx - 4} ${cy + 4}` }));
     else spot.append(node("circle", { cx, cy, r: silent ? 1.6 : Math.max(2, Math.sqrt(size) * (cell / 2 - 1.5)) }));

@@ -37,14 +37,16 @@ async function ask(path, { body, signal, method = body === undefined ? "GET" : "
   if (body !== undefined) headers["Content-Type"] = body instanceof Blob ? "application/octet-stream" : "application/json";
   let answer;
   try {
-    answer = await fetch(path, { method, headers, signal, cache: "no-store", body: body instanceof Blob ? body : JSON.stringify(body) });
+    const sent = body instanceof Blob ? body : JSON.stringify(body);
+    answer = await fetch(path, { method, headers, signal, cache: "no-store", body: sent });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Fault(GONE);
   }
   if (answer.ok) return answer;
   const told = await answer.json().catch(() => ({}));
-  throw new Fault(told.error || `The server answered ${answer.status} and gave no reason.`, answer.status, told.state === "loading" || told.state === "waiting");
+  const words = told.error || `The server answered ${answer.status} and gave no reason.`;
+  throw new Fault(words, answer.status, ["loading", "waiting"].includes(told.state));
 }
 
 const json = async (path, options) => (await ask(path, options)).json();
