@@ -380,7 +380,7 @@ def test_attention_is_never_called_membership(tmp_path: Path, watched: Open) -> 
         rows.and_(page.locator('[data-gates="1.1:0"]')).wait_for()
         channels.locator(".off-all").click()
         channels.and_(page.locator('[data-gates^="0."]')).wait_for()
-        page.wait_for_timeout(300)
+        page.wait_for_url(lambda url: "1.1" in url.partition("#")[2])
         assert "token" not in page.evaluate("location.href")
         page.reload()
         settled(page, 2)
@@ -487,7 +487,7 @@ def test_a_link_brings_everything_back(look_at: Open, here: tuple, watched: Open
     page.locator("select.rate").first.select_option("complete")
     page.locator(".panel").nth(0).and_(page.locator('[data-rates*="0.5"]')).wait_for()
     page.locator(".panel").nth(1).and_(page.locator('[data-gates="6.2:0"]')).wait_for()
-    page.wait_for_timeout(350)
+    page.wait_for_url(lambda url: "rate=complete" in url and "with-gates=6.2" in url)
     link = page.evaluate("location.href")
     other = watched(link)
     settled(other, 2)
@@ -508,6 +508,33 @@ def test_a_link_to_what_is_not_there_shows_what_is(look_at: Open) -> None:
     assert "no longer in memory" in page.locator("#wrong").inner_text()
     assert page.locator(".panel").get_attribute("data-layer") == "8"
     assert page.locator(".panel").get_attribute("data-gates") == ""
+
+
+def test_what_was_switched_in_one_network_is_not_switched_in_another(look_at: Open) -> None:
+    page = look_at("model=nobody&gates=5.7:0&image=e1")
+    assert page.locator(".panel").get_attribute("data-gates") == ""
+    assert "nobody, which is not loaded here" in page.locator("#wrong").inner_text()
+
+
+def test_a_link_holds_the_smallest_gates(look_at: Open) -> None:
+    assert look_at("model=dmst_cifar10&image=e1&gates=5.7:1e-7,5.6:0.25").locator(".panel").get_attribute("data-gates") == (
+        "5.6:0.25,5.7:1e-7"
+    )
+
+
+def test_an_answer_to_another_picture_does_not_stay(look_at: Open) -> None:
+    """Neither the answer where the new picture's fails, nor the certificate where its rates do."""
+    page = look_at("model=dmst_cifar10&image=e1&layer=5", expected="status of 503")
+    assert page.locator(".certificate").inner_text()
+    broken = {"status": 503, "json": {"error": "busy"}}
+    page.route("**/api/rates", lambda route: route.fulfill(**broken))
+    page.locator(".example").nth(2).click()
+    page.locator(".fault", has_text="Busy").wait_for()
+    assert page.locator(".certificate").inner_text() == ""
+    page.route("**/api/look", lambda route: route.fulfill(**broken))
+    page.locator(".example").nth(3).click()
+    page.locator(".body").wait_for(state="hidden")
+    assert page.locator(".fault").is_visible()
 
 
 @pytest.fixture

@@ -45,6 +45,17 @@ class Told(NamedTuple):
     norm: float
 
 
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """On Hopper its backward pass gives NaN for 64 tokens once a token scores all others below -88.7 (pytorch issue 196678)."""
+    was = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)
+
+
 class Work:
     def __init__(self, model: VisionModel, recipe: Recipe, group: Group) -> None:
         run = recipe.run
@@ -60,7 +71,7 @@ class Work:
         self.optimizer = Optimizer(model, recipe, recorded=self.recorded)
         self.mean = Mean(model, recipe.optim.model_ema) if recipe.optim.model_ema else None
         self.random = _is_random(model)
-        if run.compile and self.random:  # a compiled network draws what the plain one draws: they can be compared
+        if run.compile and self.random:  # for the whole process: compiled networks draw what plain ones draw
             from torch._inductor import config
 
             config.fallback_random = True
@@ -165,8 +176,9 @@ class Work:
                 self._add(batch)
         self._close(run.amp == "fp16")
 
+    @without_cudnn_attention()
     def _add(self, batch: Batch) -> None:
-        """The gradients of one micro-batch, onto those that are there."""
+        """The gradients of one micro-batch, onto those that are there. Checkpointed blocks run again in the backward pass."""
         logits = self.logits(self.net, batch.images)
         smoothing = self.recipe.optim.smoothing
         each = F.cross_entropy(logits, batch.targets.to(logits.dtype), label_smoothing=smoothing, reduction="none")
@@ -182,7 +194,7 @@ class Work:
         images = images.to(self.parameters[0].dtype)
         if run.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
-        with precision(run.amp, self.group.device), without_cudnn_attention():
+        with precision(run.amp, self.group.device):
             logits = net(images)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -287,17 +299,6 @@ class Work:
         half = recorded(first, state, self.group.device)
         torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])  # recorded, not computed so far
         self._replay = half, recorded(self._move, state, self.group.device)
-
-
-@contextmanager
-def without_cudnn_attention() -> Iterator[None]:
-    """On Hopper its backward pass gives NaN for 64 tokens once a token scores all others below -88.7 (pytorch issue 196678)."""
-    was = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(was)
 
 
 def recorded(call: Callable[[], None], state: list[Tensor], device: torch.device) -> Callable[[], None]:

@@ -69,7 +69,7 @@ class Guard:
         try:
             await self.app(scope, receive, sending)
         except Exception:
-            logging.getLogger("dmst.explorer").exception("%s %s", scope["method"], scope["path"])
+            logging.getLogger("dmst.explorer").exception("%s %r", scope["method"], scope["path"])
             if not begun:
                 await answer(sending, 500, BROKEN)
         return None

@@ -27,12 +27,14 @@ import torch
 
 from dmst.errors import BadImageError, DmstError, OptionError, need
 from dmst.explorer.guard import BROKEN, Guard, is_local, unreadable
-from dmst.explorer.session import UPLOAD, NotReadyError, NotThereError, Session
+from dmst.explorer.session import PATIENCE, UPLOAD, NotReadyError, NotThereError, Session
 
 WAITING = 64  # requests
+TOGETHER = 64 * 2**20  # bytes of all bodies that are under way
 QUESTION = 64 * 2**10  # bytes of JSON
 BODY = 30.0  # seconds that a body may take to arrive
 VIEWS = 4
+ASKED = ("model", "image", "gates")
 KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -56,7 +58,7 @@ class Site:
     """The application: its methods are its routes."""
 
     def __init__(self, session: Session) -> None:
-        self.session, self.waiting = session, 0
+        self.session, self.waiting, self.arriving = session, 0, 0
         self.lanes = {name: ThreadPoolExecutor(1, f"dmst-{name}") for name in (*session.networks, "pictures")}
         self.files = static()
         self.responses = need("starlette.responses", "explore")
@@ -115,19 +117,23 @@ class Site:
     async def upload(self, request: Any) -> Any:
         if request.headers.get("content-type", "").lower().startswith("multipart/"):
             raise RefusedError(415, "send the bytes of the file alone, not a form")
-        raw = await body(request, UPLOAD)
+        raw = await self.body(request, UPLOAD)
+        with contextlib.suppress(TimeoutError):  # those that are not ready by then are told of when they are asked
+            async with asyncio.timeout(PATIENCE):
+                while not self.session.settled():
+                    await asyncio.sleep(0.05)
         return self.json(await self.turn("pictures", self.session.add, raw))
 
     async def look(self, request: Any) -> Any:
-        return self.json(await self.asked(await question(request, ("model", "image", "gates")), "look"))
+        return self.json(await self.asked(question(await self.body(request), ASKED), "look"))
 
     async def rates(self, request: Any) -> Any:
-        return self.json(await self.asked(await question(request, ("model", "image", "gates")), "rates"))
+        return self.json(await self.asked(question(await self.body(request), ASKED), "rates"))
 
     async def keep(self, request: Any) -> Any:
         from dmst.explorer import keep
 
-        told = await question(request, ("views", "state"))
+        told = question(await self.body(request), ("views", "state"))
         views, state = told.get("views"), told.get("state", {})
         if not isinstance(views, list) or not 1 <= len(views) <= VIEWS or not isinstance(state, dict):
             raise RefusedError(422, f"views must be a list of 1 to {VIEWS} views, and state an object")
@@ -142,6 +148,30 @@ class Site:
         page = await self.turn("pictures", keep.page, self.session.start(), kept, state)
         headers = {"content-disposition": 'attachment; filename="dmst-view.html"'}
         return self.responses.HTMLResponse(page, headers=headers)
+
+    async def body(self, request: Any, most: int = QUESTION) -> bytes:
+        """All of it, or 413 as soon as it is too much; 503 while the bodies of all requests together are."""
+        declared = request.headers.get("content-length", "0")
+        words = f"more than {most:,} bytes were sent: that is the limit"
+        if not declared.isdigit() or int(declared[:20]) > most:
+            raise RefusedError(413, words)
+        found = bytearray()
+        try:
+            async with asyncio.timeout(BODY):
+                async for chunk in request.stream():
+                    found += chunk
+                    self.arriving += len(chunk)
+                    if len(found) > most:
+                        raise RefusedError(413, words)
+                    if len(found) > QUESTION and self.arriving > TOGETHER:
+                        raise RefusedError(503, "too many pictures are being sent at once: try again in a moment")
+        except TimeoutError:
+            raise RefusedError(400, f"the request did not arrive within {BODY:g} s") from None
+        except need("starlette.requests", "explore").ClientDisconnect:
+            raise RefusedError(400, "the request ended too early") from None
+        finally:
+            self.arriving -= len(found)
+        return bytes(found)
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 
@@ -181,29 +211,8 @@ class Site:
         return self.json({"error": BROKEN}, 500)
 
 
-async def body(request: Any, most: int) -> bytes:
-    """All of it, or 413 as soon as it is too much."""
-    declared = request.headers.get("content-length", "0")
-    words = f"more than {most:,} bytes were sent: that is the limit"
-    if not declared.isdigit() or int(declared[:20]) > most:
-        raise RefusedError(413, words)
-    found = bytearray()
-    try:
-        async with asyncio.timeout(BODY):
-            async for chunk in request.stream():
-                found += chunk
-                if len(found) > most:
-                    raise RefusedError(413, words)
-    except TimeoutError:
-        raise RefusedError(400, f"the request did not arrive within {BODY:g} s") from None
-    except need("starlette.requests", "explore").ClientDisconnect:
-        raise RefusedError(400, "the request ended too early") from None
-    return bytes(found)
-
-
-async def question(request: Any, keys: Sequence[str]) -> dict[str, Any]:
+def question(raw: bytes, keys: Sequence[str]) -> dict[str, Any]:
     """The JSON of a request: an object with no other keys than these."""
-    raw = await body(request, QUESTION)
     try:
         told = json.loads(raw, parse_constant=_no_constant)
     except (ValueError, RecursionError):

@@ -69,7 +69,8 @@ class Session:
     def __init__(self, models: Sequence[str], device: torch.device | str = "cpu") -> None:
         for where in models:
             check(where)
-        self.networks = {f"m{i}": Network(f"m{i}", where, device) for i, where in enumerate(models)}
+        names = names_of(models)
+        self.networks = {f"m{i}": Network(f"m{i}", where, names[i], device) for i, where in enumerate(models)}
         drawn = {f"e{i}": (name, examples.draw(name)) for i, name in enumerate(examples.EXAMPLES)}
         self.examples = {id: _picture(id, name, pixels) for id, (name, pixels) in drawn.items()}
         self._pixels = {id: pixels for id, (_, pixels) in drawn.items()}
@@ -109,9 +110,13 @@ class Session:
             raise NotThereError(f"there is no picture {shown(id)}: the newest {UPLOADS} are kept; give it again.")
         return found
 
+    def settled(self) -> bool:
+        """Whether every network is loaded, or has failed to."""
+        return all(network.ready.is_set() for network in self.networks.values())
+
     def add(self, raw: bytes) -> dict[str, Any]:
-        """An upload."""
-        networks = [network for network in self.networks.values() if network.ready.wait(PATIENCE) and network.state == "ready"]
+        """An upload, for the networks that are ready."""
+        networks = [network for network in self.networks.values() if network.state == "ready"]
         pixels = self._decoder.decode(raw)
         wants_grey = any(network.view.channels == 1 for network in networks)
         grey = self._decoder.decode(raw, grey=True) if wants_grey else pixels
@@ -131,9 +136,8 @@ class Session:
 class Network:
     """All that touches the model is done under its lock: forcing a gate changes the instance."""
 
-    def __init__(self, id: str, where: str, device: torch.device | str) -> None:
-        self.id, self.where, self.device = id, where, device
-        self.name = Path(where).name or "model"
+    def __init__(self, id: str, where: str, name: str, device: torch.device | str) -> None:
+        self.id, self.where, self.name, self.device = id, where, name, device
         self.state, self.words = "waiting", ""
         self.ready = threading.Event()  # also when it failed
         self.model: VisionModel | None = None
@@ -189,7 +193,7 @@ class Network:
         """A PNG of what it takes: un-normalised, every pixel a square."""
         self._model()
         std, mean = (torch.tensor(each).view(-1, 1, 1) for each in (self.view.std, self.view.mean))
-        pixels = (picture.seen[self.id][0].cpu() * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
+        pixels = (self._of(picture)[0].cpu() * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
         square = pixels.expand(3, -1, -1).permute(1, 2, 0).numpy()
         return png(enlarge(square, -(-SEEN // min(square.shape[:2]))))
 
@@ -233,7 +237,12 @@ class Network:
 
     def _image(self, picture: Picture) -> Tensor:
         weight = next(self._model().parameters())
-        return picture.seen[self.id].to(weight.device, weight.dtype)
+        return self._of(picture).to(weight.device, weight.dtype)
+
+    def _of(self, picture: Picture) -> Tensor:
+        if self.id not in picture.seen:
+            raise NotThereError(f"the picture came before {self.name} was loaded: give it again.")
+        return picture.seen[self.id]
 
     def _model(self) -> VisionModel:
         if self.model is None or self.state != "ready":
@@ -251,6 +260,14 @@ class _Given(ImageSet):
 
     def read(self, index: int) -> np.ndarray:
         return self._pixels
+
+
+def names_of(models: Sequence[str]) -> list[str]:
+    """The last part of each; with the folder before it where two have the same, and a number where that is not enough."""
+    paths = [Path(where).resolve() if Path(where).exists() else Path(where) for where in models]
+    short = [path.name or "model" for path in paths]
+    long = [name if short.count(name) == 1 else f"{path.parent.name}/{name}" for name, path in zip(short, paths, strict=True)]
+    return [name if long.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(long)]
 
 
 def check(where: str) -> None:
@@ -311,5 +328,6 @@ def _picture(id: str, name: str, pixels: np.ndarray) -> Picture:
 
 def _without_paths(words: str, where: str, name: str) -> str:
     for path in (str(shipped.FOLDER), str(Path(where).resolve()), str(Path(where)), where):
-        words = words.replace(path, name)
+        if len(path) > 1:  # "." and "/" are everywhere
+            words = words.replace(path, name)
     return words

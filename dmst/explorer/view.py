@@ -95,6 +95,7 @@ def rates(model: VisionModel, trace: Trace, certificate: Certificate) -> dict[st
     told = LayerRates(model.config.name, "input", EPS, 1, mean, {})
     return {
         "convention": told.convention,
+        "certified": certificate.convention,
         "rates": {name: plain(torch.tensor(row, dtype=torch.float64)) for name, row in mean.items()},
         "certificates": [_sentence(each) for each in certificate.layers if each is not None] or certificate.sentences(),
         "change": [None if each is None else _number(each.total["frozen"].mean) for each in certificate.layers],
@@ -110,8 +111,8 @@ def _sentence(layer: LayerCertificate) -> str:
     heads = ", ".join(map(str, layer.raising))
     raising = f"raised by heads: {heads}" if heads else "no head raises its own part"
     return (
-        f"Layer {layer.layer} {how} the rate{by} for this picture{sure}; {raising}. Read again after the norm, the tokens cost "
-        f"{_nats(again)} {'less' if again < 0 else 'more'}."
+        f"Layer {layer.layer} {how} its own rate{by} for this picture{sure}; {raising}. Read again after the norm, the tokens "
+        f"cost {_nats(again)} {'less' if again < 0 else 'more'}."
     )
 
 

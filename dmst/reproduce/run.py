@@ -25,6 +25,7 @@ from dmst.engine.distributed import Group, joined
 from dmst.engine.evaluate import evaluate
 from dmst.engine.optim import lr_factor
 from dmst.engine.sections import Recipe
+from dmst.engine.work import without_cudnn_attention
 from dmst.errors import DmstError
 from dmst.models import VisionModel, save_model
 from dmst.reproduce import ledger
@@ -192,6 +193,7 @@ def zeros(model: Any, images: torch.Tensor) -> dict[str, list[float]]:
     return {name: values for name, values in out.items() if values}
 
 
+@without_cudnn_attention()
 def check_compiled(run: several.Run) -> None:
     """Gradients of the first batch, compiled against plain."""
     work = run.work

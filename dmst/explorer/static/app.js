@@ -126,8 +126,10 @@ async function take(file) {
   if (!file) return complain("That was no picture file. Drop or paste a file from your computer; a web address is never fetched.");
   if (file.size > state.limit) return complain(`${file.name} has ${(file.size / 2 ** 20).toFixed(1)} MiB; at most ${state.limit / 2 ** 20} MiB are taken.`);
   say(`Reading ${file.name} …`);
+  const before = state.image;
   try {
     const { image, width, height } = await upload(file);
+    if (state.image !== before) return; // another picture was chosen meanwhile
     say("");
     await show({ id: image, name: file.name || "pasted picture", width, height });
   } catch (error) {
@@ -141,7 +143,10 @@ async function example({ id, name }) {
   button.dataset.image = id;
   button.setAttribute("aria-pressed", state.image?.id === id);
   button.append(canvas, Object.assign(document.createElement("span"), { textContent: name }));
-  button.addEventListener("click", () => show({ id, name }).catch((error) => complain(error.message)));
+  button.addEventListener("click", () => {
+    say("");
+    show({ id, name }).catch((error) => complain(error.message));
+  });
   $("examples").append(button);
   contain(canvas, await picture(id));
 }
@@ -274,9 +279,10 @@ function listen() {
 /* ---- beginning ---- */
 
 async function restore(fragment) {
-  const asked = keptState ? keptState.image.id : fromFragment(fragment);
+  const { image: asked, missing } = keptState ? { image: keptState.image.id } : fromFragment(fragment);
   paintModels();
   if (state.slots.length) arrange();
+  if (missing) complain(`The link is about ${missing}, which is not loaded here: start dmst explore with --model ${missing}. Another network is shown, as it is.`);
   const drawn = state.examples.find(({ id }) => id === asked);
   if (keptState) return show(keptState.image);
   if (drawn || !asked) return (drawn ?? state.examples[0]) && show(drawn ?? state.examples[0]);

@@ -93,7 +93,7 @@ export function dots(svg, { gates, layer, head, label, room, pick }) {
     const spot = node("g", { class: ["spot", silent && "silent", off && "off", forced && "forced"].filter(Boolean).join(" ") });
     spot.append(node("rect", { x: cx - cell / 2, y: cy - cell / 2, width: cell, height: cell, class: "catch" }));
     if (off) spot.append(node("path", { d: `M${cx - 4} ${cy - 4}L${cx + 4} ${cy + 4}M${cx + 4} ${cy - 4}L${cx - 4} ${cy + 4}` }));
-    else spot.append(node("circle", { cx, cy, r: silent ? 1.6 : Math.max(2, Math.sqrt(size) * (cell / 2 - 1.5)) }));
+    else spot.append(node("circle", { cx, cy, r: silent ? 1.6 : Math.max(2, Math.sqrt(Math.max(size, 0)) * (cell / 2 - 1.5)) }));
     spot.append(node("title", {}, title));
     spot.addEventListener("click", () => pick(l, k));
     svg.append(spot);

@@ -9,9 +9,9 @@ const RATES = {
   variational: "R_var: nats that the tokens cost in the heads' subspaces, at the input of each layer. Lower is more compact; it is not accuracy.",
   complete: "R+: R_var with what lies outside the subspaces paid for too, in nats.",
   coding: "R: nats of all tokens as one group, the cost that grouping has to beat.",
-  active: "How many heads are on (gate above 0) for this picture.",
+  active: "How many heads are on (gate not 0) for this picture.",
 };
-const percent = (p) => (p > 0 && p < 0.001 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
+const percent = (p) => (p === null ? "not a number" : p > 0 && p < 0.001 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
 const points = (p) => `${Math.abs(p) < 5e-4 ? "" : p < 0 ? "−" : "+"}${(100 * Math.abs(p)).toFixed(1)}`;
 const short = (g) => (g === null || g === undefined ? "–" : g !== 0 && Math.abs(g) < 0.005 ? "< 0.01" : g.toFixed(2));
 
@@ -291,7 +291,11 @@ export class Painted {
     const told = now ?? last;
     this.$(".curve").classList.toggle("stale", !now);
     this.$(".rate").value = state.rate;
-    if (!told) return;
+    if (!told) { // nothing of this picture yet, and nothing of another
+      for (const each of [".rates", ".certificates"]) this.$(each).replaceChildren();
+      for (const each of [".certificate", ".convention", ".rate-words"]) this.$(each).textContent = "";
+      return;
+    }
     const values = told.rates[state.rate];
     const none = !values || values.every((x) => x === null);
     const svg = this.$(".rates");
@@ -311,7 +315,7 @@ export class Painted {
     const own = told.certificates.find((each) => each.startsWith(`Layer ${this.layer} `) || each.startsWith(`Layer ${this.layer}:`));
     this.$(".certificate").textContent = own ?? told.certificates[0] ?? "";
     this.$(".certificates").replaceChildren(...told.certificates.map((text) => Object.assign(document.createElement("li"), { textContent: text })));
-    this.$(".convention").textContent = told.convention ?? "";
+    this.$(".convention").textContent = [told.convention && `The curve: ${told.convention}.`, told.certified && `The sentences: ${told.certified}.`].filter(Boolean).join(" ");
     if (now) this.root.dataset.rates = this.shown.key;
   }
 
@@ -331,7 +335,8 @@ export class Painted {
     const series = Array.from({ length: heads }, (_, k) => ({ values: row(k), kind: k === head ? "main" : "other", name: `head ${k}` }));
     const place = `row ${Math.floor(patch / grid[1])}, column ${patch % grid[1]}`;
     this.$(".through-title").textContent = `Patch in ${place}, through the layers`;
-    const range = layers[layer].kind === "membership" ? { low: 0, high: 1 } : {};
+    const ends = (name) => layers.map((each) => each[name]);
+    const range = layers[layer].kind === "membership" ? { low: Math.min(0, ...ends("low")), high: Math.max(1, ...ends("high")) } : {};
     const label = `${what} of the patch in ${place} in head ${head}, layer by layer: ${row(head).map(short).join(", ")}`;
     curves(svg, { series, layer, unit: what, label, room: this.rooms[2], format: short, ...range });
     this.$(".patch-words").textContent = `Thick: head ${head}; thin: the other heads. Heads of the same number in two layers are different subspaces. Click another patch to follow that one.`;

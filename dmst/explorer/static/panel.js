@@ -48,6 +48,7 @@ export class Panel extends Painted {
     if (!wanted.image || key === this.wanted?.key) return;
     if (this.wanted && (wanted.model !== this.wanted.model || wanted.image !== this.wanted.image)) this.stop();
     if (this.shown?.model !== wanted.model) this.shown = null;
+    this.other = this.shown !== null && this.shown.image !== wanted.image; // what is shown is of another picture
     this.wanted = { ...wanted, key };
     this.pull();
   }
@@ -98,6 +99,7 @@ export class Panel extends Painted {
       const same = this.shown?.model === model && this.shown.image === image;
       const last = same ? this.shown.rates ?? this.shown.last : null;
       this.shown = { ...wanted, picture, before, look: now, rates: null, last, ratesBefore: same ? this.shown.ratesBefore : null };
+      this.other = false;
       this.waiting(null);
       this.changed("look", {}, this);
     } catch (error) {
@@ -135,6 +137,7 @@ export class Panel extends Painted {
   }
 
   fault(words) {
+    if (this.other) this.shown = null; // an answer to another picture is no answer
     this.waiting(null);
     this.$(".fault").hidden = false;
     this.$(".fault p").textContent = words;

@@ -37,7 +37,7 @@ export function writeGates(gates) {
 
 export function readGates(text) {
   const gates = {};
-  for (const [, l, k, g] of (text ?? "").matchAll(/(?:^|,)(\d{1,3})\.(\d{1,3}):(\d*\.?\d+)/g)) {
+  for (const [, l, k, g] of (text ?? "").matchAll(/(?:^|,)(\d{1,3})\.(\d{1,3}):(\d*\.?\d+(?:e-?\d{1,3})?)(?=,|$)/g)) {
     if (Number(g) <= 1) (gates[Number(l)] ??= {})[Number(k)] = Number(g);
   }
   return gates;
@@ -63,14 +63,16 @@ export function toFragment() {
   return `#${told}`;
 }
 
-/* What a link asks for and there is; what it asks for and there is not is left out. Returns the id of the picture. */
+/* What a link asks for and there is; what it asks for and there is not is left out. Returns the id of the picture, and the
+   network that is not here: what was switched in it is not switched in another. */
 export function fromFragment(fragment) {
   const asked = new URLSearchParams(fragment.replace(/^#/, ""));
   const model = (key) => state.models.find((each) => each.name === asked.get(key) || each.id === asked.get(key));
   const whole = (key) => (/^\d{1,5}$/.test(asked.get(key) ?? "") ? Number(asked.get(key)) : null);
   const first = model("model") ?? state.models[0];
   const second = model("with");
-  state.slots = first ? [{ model: first.id, gates: readGates(asked.get("gates")) }] : [];
+  const missing = ["model", "with"].map((key) => (model(key) ? null : asked.get(key))).find(Boolean) ?? null;
+  state.slots = first ? [{ model: first.id, gates: asked.get("model") && !model("model") ? {} : readGates(asked.get("gates")) }] : [];
   if (first && second) state.slots.push({ model: second.id, gates: readGates(asked.get("with-gates")) });
   state.layer = whole("layer");
   state.head = whole("head");
@@ -80,5 +82,5 @@ export function fromFragment(fragment) {
   const strength = Number(asked.get("strength") ?? STRENGTH);
   state.strength = strength >= 0 && strength <= 1 ? strength : STRENGTH;
   state.rate = ["complete", "coding", "active"].includes(asked.get("rate")) ? asked.get("rate") : "variational";
-  return asked.get("image");
+  return { image: asked.get("image"), missing };
 }
