@@ -288,8 +288,9 @@ def test_only_what_is_missing_is_run(tiny: None, tmp_path: Path) -> None:
     said: list[str] = []
     options: dict[str, Any] = {"data_dir": None, "device": "cpu", "commit": "abc", "watch": Said(said)}
     ledger.add(tmp_path / "other.jsonl", line("TSSA", 1, 0.5))
-    with ledger.claimed(tmp_path, ledger.config_of(TINY.recipe_of(TINY.cells[1], 0))) as mine:
-        assert mine
+    config = ledger.config_of(TINY.recipe_of(TINY.cells[1], 0))
+    with ledger.claimed(tmp_path, f"{config}-0") as mine, ledger.claimed(tmp_path, f"{config}-2") as too:
+        assert mine and too
         run.run_table("tiny", tmp_path, **options, at_once=2)  # DMSA and MHSA: somebody is at TSSA
     assert len(said) == 7 and said.pop(3) == "tiny: TSSA: another process is at it" and not any("TSSA" in each for each in said)
     assert [(cell.name, seeds) for cell, seeds in run.missing(TINY, ledger.read(tmp_path))] == [("TSSA", [0, 2])]
@@ -368,6 +369,16 @@ def test_models_that_leave_the_engine_retract_by_themselves_again() -> None:
     ((_, model),) = run.train_several([recipe], *sets_and_group())
     layers = [module for module in model.modules() if isinstance(module, OrthonormalLinear)]
     assert layers and not any(layer.kept for layer in layers)
+
+
+def test_several_processes_share_the_seeds_of_a_cell(tiny: None, tmp_path: Path) -> None:
+    """Somebody is at seed 1; the others are run one at a time, and no other cell."""
+    said: list[str] = []
+    options: dict[str, Any] = {"data_dir": None, "device": "cpu", "commit": "abc", "at_once": 1, "cells": ["TSSA"]}
+    with ledger.claimed(tmp_path, f"{ledger.config_of(TINY.recipe_of(TINY.cells[1], 0))}-1"):
+        run.run_table("tiny", tmp_path, **options, watch=Said(said))
+    assert [(each["cell"], each["seed"]) for each in ledger.read(tmp_path)] == [("TSSA", 0), ("TSSA", 2)]
+    assert said[-1] == "tiny: TSSA: another process is at it" and not list(tmp_path.glob(".*.lock"))
 
 
 def test_a_cell_that_fails_costs_the_others_nothing(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

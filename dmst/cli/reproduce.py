@@ -8,9 +8,12 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
+CELLS = typer.Option([], "--cell", metavar="NAME", help="Only this cell of the table; give it again for more.")
+
 
 def reproduce(
     table: str = typer.Argument(None, help="A table of `dmst reproduce --list`; with --all, all of them."),
+    cell: list[str] = CELLS,
     every: bool = typer.Option(False, "--all", help="Every table."),
     listed: bool = typer.Option(False, "--list", help="The tables, and how many of their runs the ledger has."),
     render: bool = typer.Option(False, "--render", help="Run nothing: write the markdown of what the ledger has."),
@@ -29,6 +32,8 @@ def reproduce(
     dmst reproduce --list
 
     dmst reproduce gates --data-dir DIR
+
+    dmst reproduce best --cell "DMST, CIFAR-10" --at-once 1
 
     dmst reproduce --all --render
 
@@ -67,12 +72,14 @@ def reproduce(
     if not (table or every):
         raise OptionError("say which table: one of `dmst reproduce --list`, or --all.")
     names = list(TABLES) if every else [choose("table", table, TABLES)]
+    for asked in cell:
+        choose("cell", asked, [known.name for name in names for known in TABLES[name].cells])
     failed = []
     for name in names:
         if not render:
             where, source = {"data_dir": data_dir, "device": device}, {"commit": commit}
             try:
-                run_table(name, Path(folder), **where, **source, at_once=at_once, weights=kept, watch=watcher())
+                run_table(name, Path(folder), **where, **source, at_once=at_once, weights=kept, cells=cell, watch=watcher())
             except DmstError as error:  # what did run is written all the same
                 failed.append(str(error))
         lines = ledger.read(Path(folder))

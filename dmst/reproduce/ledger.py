@@ -80,7 +80,7 @@ def add(path: Path, line: Line) -> None:
 
 @contextmanager
 def claimed(folder: Path, config: str) -> Iterator[bool]:
-    """Whether this process alone is at the runs of a config, as long as the block lasts; the kernel frees it after a kill."""
+    """Whether this process alone is at a run, named by config and seed, as long as the block lasts; a kill frees it too."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{config}.lock"
     with path.open("wb") as file:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -54,9 +55,11 @@ def run_table(
     at_once: int,
     commit: str | None,
     weights: Path | None = None,
+    cells: Sequence[str] = (),
     watch: Quiet | None = None,
 ) -> None:
-    """Every missing run of a table into its file of the ledger, but for cells that another process is at.
+    """Every missing run of a table (or of some of its cells) into its file of the ledger, but for those that another process
+    is at: several with at_once=1 share the seeds of a cell.
 
     The networks are saved in `weights`, if given, each in a folder named by its config and seed. A cell that fails is told of
     when the others are done: it costs them nothing.
@@ -64,21 +67,34 @@ def run_table(
     table, watch = TABLES[name], watch or Quiet()
     failed = []
     with joined(device) as group:
-        for cell in table.cells:
-            config = ledger.config_of(table.recipe_of(cell, 0))
-            with ledger.claimed(folder, config) as mine:
-                seeds = dict(missing(table, ledger.read(folder))).get(cell, [])
-                if seeds and not mine:
-                    watch.say(f"{name}: {cell.name}: another process is at it")
-                    continue
-                try:
-                    for some in (seeds[i : i + at_once] for i in range(0, len(seeds), at_once)):
-                        _run(name, cell, some, folder, data_dir, group, provenance.commit(commit), weights, watch)
-                except Exception as error:  # compilers and devices fail in many ways
-                    failed.append(f"{cell.name}: {'' if isinstance(error, DmstError) else type(error).__name__ + ': '}{error}")
-                    watch.say(f"{name}: {failed[-1]}")
+        for cell in (each for each in table.cells if not cells or each.name in cells):
+            while lacking := dict(missing(table, ledger.read(folder))).get(cell, []):
+                with _claimed(folder, ledger.config_of(table.recipe_of(cell, 0)), lacking, at_once) as mine:
+                    still = dict(missing(table, ledger.read(folder))).get(cell, [])
+                    if not mine:
+                        watch.say(f"{name}: {cell.name}: another process is at it")
+                        break
+                    try:
+                        if some := [seed for seed in mine if seed in still]:  # or done since it was seen to be missing
+                            _run(name, cell, some, folder, data_dir, group, provenance.commit(commit), weights, watch)
+                    except Exception as error:  # compilers and devices fail in many ways
+                        kind = "" if isinstance(error, DmstError) else f"{type(error).__name__}: "
+                        failed.append(f"{cell.name}: {kind}{error}")
+                        watch.say(f"{name}: {failed[-1]}")
+                        break
     if failed:
         raise DmstError(f"{len(failed)} of {len(table.cells)} cells of {name} failed: " + " | ".join(failed))
+
+
+@contextmanager
+def _claimed(folder: Path, config: str, seeds: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Of these seeds the first few that nobody is at, for this process alone as long as the block lasts."""
+    with ExitStack() as held:
+        mine: list[int] = []
+        for seed in seeds:
+            if len(mine) < most and held.enter_context(ledger.claimed(folder, f"{config}-{seed}")):
+                mine.append(seed)
+        yield mine
 
 
 def _run(
