@@ -784,6 +784,17 @@ def _writes(args: tuple[Any, ...]) -> bool:
     return (isinstance(mode, str) and bool(set(mode) & set("wax+"))) or bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
+def test_bodies_of_all_requests_together_are_limited(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = encoded(noise(300, 300, 3))
+    assert len(raw) > serving.QUESTION and server.give(raw).status == 200
+    monkeypatch.setattr(serving, "TOGETHER", len(raw) // 2)
+    said = server.give(raw)
+    assert said.status == 503 and "at once" in said.json["error"]
+    assert (
+        server.ask("POST", "/api/look", QUESTION).status == 200 and server.site.arriving == 0
+    )  # small ones still come through
+
+
 def test_networks_of_one_name_can_be_told_apart(tmp_path: Path) -> None:
     folders = [tmp_path / name / "final" for name in ("a", "b")]
     for folder in folders:
