@@ -17,7 +17,7 @@ from dmst.engine.prepare import read_weights
 from dmst.engine.samples import Sample, sample
 from dmst.models import VisionModel
 
-NETWORKS = {"dmst_cifar10": "cifar10", "tost_cifar10": "cifar10", "dmst_cifar100": "cifar100"}
+NETWORKS = {"dmst_cifar10": "cifar10", "tost_cifar10": "cifar10", "vit_cifar10": "cifar10", "dmst_cifar100": "cifar100"}
 
 
 @torch.no_grad()

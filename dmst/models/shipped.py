@@ -30,6 +30,7 @@ SHIPPED = {
     "dmst_cifar100": "bbf1c99eeec883a012eb650210f15331b921e20e764d620c0e0848246bcda6bd",
     "dmst_digits": "175c1b33901cdd9a73a27ddcdf580aee67e49e177efad0e323175df0ad5997df",
     "tost_cifar10": "44440f88ad15a9d75fe948dd6a35d5fd0bf4e8fde230dd5f52edbdcda2e5dbea",
+    "vit_cifar10": "6321a9c027612996ac514a85c21d449a48f4e83223e75d083f8c071da8fd8c86",
 }
 NEAR = 1e-3  # of stored logits: other machines add in another order
 
