@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import pets
 from benchmarks.operators import BEGIN, END, markdown
 from dmst.bench import tables
 from dmst.models import create_model, model_config, shipped
@@ -132,6 +133,10 @@ def test_the_readme_quotes_the_gpu_measurements_too() -> None:
     told = (ROOT / "README.md").read_text().partition(tables.BEGIN)[2].partition(tables.END)[0]
     rows = json.loads((ROOT / "results/h200/operators.json").read_text())["rows"]
     assert told.strip() == tables.markdown(rows).strip()
+
+
+def test_the_study_of_the_pets_is_its_numbers() -> None:
+    assert (ROOT / "results/pets.md").read_text() == pets.table(ROOT / "results/pets")
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def scored(
     unverified: bool = typer.Option(False, help="Take weights without hashes, such as timm writes."),
     data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are."),
     as_json: bool = typer.Option(False, "--json", help="The same as JSON."),
-    device: str = typer.Option("cpu", help="cpu, cuda or cuda:N."),
+    device: str = shared.DEVICE,
 ) -> None:
     """Are the maps true? Patches taken away in their order, against random, gradient and attention; maps against masks.
 
