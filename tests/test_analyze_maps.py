@@ -57,6 +57,27 @@ def test_every_tile_is_the_membership_of_the_trace() -> None:
     assert np.array_equal(tile(one, 0, 2, 64), tile(page, 3, 2, 64))
 
 
+def test_softmax_attention_shows_what_the_patches_receive(tmp_path: Path) -> None:
+    model = read_weights("vit_cifar10")
+    images = torch.cat([batch for batch, _ in sample(model, limit=2)])[:2]
+    with torch.no_grad():
+        trace = model.trace(images)
+    page, plain = layers_sheet(trace, images[1], 1, layers=[0, -1], size=64), fit(picture(images[1]), 64)
+    for row, number in enumerate((0, 8)):
+        attention = trace.layers[number].parts.attention
+        assert attention is not None
+        for head in range(8):
+            received = attention[1, head].mean(0).view(8, 8)  # over the patches that look
+            assert np.array_equal(tile(page, row, head + 1, 64), overlay(plain, received, 0.0, received.max().item()))
+    asked = ["analyze", "maps", "--weights", "vit_cifar10", "--limit", "1", "--out", str(tmp_path)]
+    told = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout.splitlines()[0])
+    for number, layer in enumerate(told["layers"]):
+        attention = trace.layers[number].parts.attention
+        assert attention is not None and layer["shown"] == "attention received" and layer["gate"] is None
+        assert layer["highest"] == pytest.approx(attention[0].mean(1).amax(-1).tolist(), rel=1e-5)
+    assert "No memberships" in CliRunner().invoke(app, asked).output
+
+
 def test_a_map_without_the_image_is_the_ramp_itself() -> None:
     _, trace, _ = traced()
     membership = trace.layers[2].parts.membership

@@ -39,7 +39,7 @@ import dmst
 from dmst import cli
 from dmst.analysis import certify, layer_rates
 from dmst.analysis.intervene import forced_gates, switched_off
-from dmst.analysis.scored import attention_received
+from dmst.analysis.membership import attention_received
 from dmst.engine.classify import classify
 from dmst.engine.prepare import read_weights
 from dmst.errors import MissingExtraError

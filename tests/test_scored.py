@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from dmst.analysis.foreground import BORDER, foreground, head_maps, iou, pointing
 from dmst.analysis.intervals import Interval, bootstrap
-from dmst.analysis.membership import maps
-from dmst.analysis.scored import Score, Scores, areas, attention_received, interpolated, orders_of, patch_orders, scored
+from dmst.analysis.membership import attention_received, maps
+from dmst.analysis.scored import Score, Scores, areas, interpolated, orders_of, patch_orders, scored
 from dmst.cli import app
 from dmst.data.batch import View
 from dmst.data.masks import in_view

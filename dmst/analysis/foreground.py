@@ -27,9 +27,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmst.analysis.intervals import Interval, bootstrap
-from dmst.analysis.membership import maps
+from dmst.analysis.membership import attention_received, maps
 from dmst.analysis.probes import only_looking
-from dmst.analysis.scored import attention_received
 from dmst.errors import OptionError, ShapeError
 from dmst.models import Trace, VisionModel
 

@@ -1,6 +1,7 @@
 """Memberships and gates as pictures: what a layer computed, cell for cell, never a second formula.
 
 maps(trace, layer)          (b, k, rows, columns): membership of every patch in every subspace
+attention_received(...)     (b, k, n): of layers that have rows of attention instead, how much each patch is looked at
 colour(values, low, high)   numbers to colours: dark blue (low) over grey to yellow (high), readable in grey and by everyone
 overlay(image, map)         the map over the image it belongs to
 sheet(trace, images)        images down, heads across: one picture
@@ -41,8 +42,25 @@ def maps(trace: Trace, layer: int = -1) -> Tensor:
     """(b, k, rows, columns): the memberships of the patches in one layer (from 0; -1 is the last)."""
     membership = layer_of(trace, layer).parts.membership
     if membership is None:
-        raise OptionError("this model's operator computes no memberships: there is nothing to draw.")
+        raise OptionError("this model's operator computes no memberships (nor rows of attention of patches): nothing to draw.")
     return membership[..., trace.prefix :].unflatten(-1, trace.grid).detach().float().cpu()
+
+
+def attention_received(trace: Trace, layer: int = -1) -> Tensor | None:
+    """(b, k, n): how much each patch is looked at, by the class token where the layer has it, else by all; None without."""
+    attention = layer_of(trace, layer).parts.attention
+    rows, columns = trace.grid
+    if attention is None or attention.shape[-1] != trace.prefix + rows * columns:  # XCA's rows are channels
+        return None
+    return (attention[:, :, 0] if trace.prefix else attention.mean(-2))[..., trace.prefix :]
+
+
+def drawn(trace: Trace, layer: int = -1) -> tuple[str, Tensor]:
+    """What a picture of this layer shows, "membership" or "attention received", and its maps (b, k, rows, columns)."""
+    received = None if layer_of(trace, layer).parts.membership is not None else attention_received(trace, layer)
+    if received is None:
+        return "membership", maps(trace, layer)
+    return "attention received", received.unflatten(-1, trace.grid).detach().float().cpu()
 
 
 def layer_of(trace: Trace, layer: int) -> LayerTrace:
@@ -96,9 +114,10 @@ def sheet(trace: Trace, images: Tensor, layer: int = -1, *, size: int = 160, low
     """One picture: images down; the image and then every head across, its memberships laid over the image, its gate under it.
 
     `size` is the longer side of a tile in pixels; `low` and `high` are the ends of the colours. A head that is silent for an
-    image (gate exactly 0) is left as the faint image alone. Takes the first images of the trace, or all of them.
+    image (gate exactly 0) is left as the faint image alone. Takes the first images of the trace, or all of them. Layers with
+    rows of attention show what the patches receive, each tile from 0 to its own largest, which is written under it.
     """
-    values, gate = maps(trace, layer), trace.layers[layer].parts.gate
+    (what, values), gate = drawn(trace, layer), trace.layers[layer].parts.gate
     if images.ndim != 4 or not 1 <= len(images) <= len(values):
         raise OptionError(
             f"images has shape {tuple(images.shape)}: it must be (images, channels, h, w), at most {len(values)} images."
@@ -107,7 +126,7 @@ def sheet(trace: Trace, images: Tensor, layer: int = -1, *, size: int = 160, low
     words: list[list[str]] = []
     for i, image in enumerate(images):
         plain = fit(picture(image), size)
-        tiles, told = _heads(plain, values[i], None if gate is None else gate[i], low, high)
+        tiles, told = _heads(plain, what, values[i], None if gate is None else gate[i], low, high)
         rows.append([plain, *tiles])
         words.append(["image", *told])
     return lay_out(rows, words)
@@ -132,15 +151,21 @@ def layers_sheet(
     rows: list[list[Pixels]] = []
     words: list[list[str]] = []
     for number in range(len(trace.layers)) if layers is None else layers:
-        gate = layer_of(trace, number).parts.gate
-        tiles, told = _heads(plain, maps(trace, number)[index], None if gate is None else gate[index], low, high)
+        (what, values), gate = drawn(trace, number), layer_of(trace, number).parts.gate
+        tiles, told = _heads(plain, what, values[index], None if gate is None else gate[index], low, high)
         rows.append([plain, *tiles])
         words.append([f"layer {number % len(trace.layers)}", *told])
     return lay_out(rows, words)
 
 
-def _heads(plain: Pixels, values: Tensor, gate: Tensor | None, low: float, high: float) -> tuple[list[Pixels], list[str]]:
+def _heads(
+    plain: Pixels, what: str, values: Tensor, gate: Tensor | None, low: float, high: float
+) -> tuple[list[Pixels], list[str]]:
     """The tiles of the heads of one layer for one image, values (k, rows, columns), and the words under them."""
+    if what != "membership":
+        most = values.amax((1, 2)).tolist()
+        tiles = [overlay(plain, each, 0.0, highest) for each, highest in zip(values, most, strict=True)]
+        return tiles, [f"head {k}: looked at, to {highest:.2g}" for k, highest in enumerate(most)]
     tiles, words = [], []
     for k, each in enumerate(values):
         g = None if gate is None else gate[k].item()

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmst.analysis.intervals import Interval, bootstrap
-from dmst.analysis.membership import layer_of
+from dmst.analysis.membership import attention_received, layer_of
 from dmst.analysis.probes import only_looking
 from dmst.errors import OptionError, choose
 from dmst.models import Trace, VisionModel
@@ -71,15 +71,6 @@ def patch_orders(trace: Trace, layer: int = -1) -> dict[str, Tensor]:
     if (received := attention_received(trace, layer)) is not None:
         found["attention"] = received.mean(1)
     return found
-
-
-def attention_received(trace: Trace, layer: int = -1) -> Tensor | None:
-    """(b, k, n): how much each patch is looked at, by the class token where the layer has it, else by all; None without."""
-    attention = layer_of(trace, layer).parts.attention
-    rows, columns = trace.grid
-    if attention is None or attention.shape[-1] != trace.prefix + rows * columns:  # XCA's rows are channels
-        return None
-    return (attention[:, :, 0] if trace.prefix else attention.mean(-2))[..., trace.prefix :]
 
 
 def areas(

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from dmst.analysis.certificates import Certificate, LayerCertificate
-from dmst.analysis.membership import maps
+from dmst.analysis.membership import attention_received, maps
 from dmst.analysis.rates import LayerRates, rates_of
-from dmst.analysis.scored import attention_received
 from dmst.models import Trace, VisionModel
 
 TOP = 5

@@ -11,6 +11,10 @@ import typer
 PHOTOS = typer.Argument(
     None, metavar="[PHOTO]...", help="Image files, or folders of them; images of a dataset if none is given."
 )
+READ = {
+    "membership": "Memberships: 0 dark blue, 1 yellow; a faint tile is a silent head.",
+    "attention received": "No memberships: how much each patch is looked at, from 0 (dark blue) to a tile's largest (yellow).",
+}
 
 
 def maps(
@@ -35,9 +39,9 @@ def maps(
     dmst analyze maps photo.jpg --weights runs/mine --layer -1 --out maps
 
     Nothing is drawn that the network did not compute. Colours: 0 dark blue, 1 yellow; a silent head (gate 0) is left faint.
+    Softmax attention has no memberships: there, how much each patch is looked at, and said so.
     """
-    from dmst.analysis.membership import layer_of, layers_sheet, png
-    from dmst.analysis.membership import maps as values_of
+    from dmst.analysis.membership import drawn, layer_of, layers_sheet, png
     from dmst.analysis.probes import only_looking
     from dmst.engine.classify import photos_in
     from dmst.engine.distributed import joined
@@ -81,13 +85,12 @@ def maps(
                             {
                                 "layer": number % len(trace.layers),
                                 "gate": None if (gate := layer_of(trace, number).parts.gate) is None else gate[i].tolist(),
-                                "lowest": values_of(trace, number)[i].amin((1, 2)).tolist(),
-                                "highest": values_of(trace, number)[i].amax((1, 2)).tolist(),
+                                "shown": drawn(trace, number)[0],
+                                "lowest": drawn(trace, number)[1][i].amin((1, 2)).tolist(),
+                                "highest": drawn(trace, number)[1][i].amax((1, 2)).tolist(),
                             }
                             for number in layers
                         ]
                         typer.echo(json.dumps(told, ensure_ascii=False))
         if not as_json:
-            typer.echo(
-                f"{found.name}: {done} pictures in {out}. Memberships: 0 dark blue, 1 yellow; a faint tile is a silent head."
-            )
+            typer.echo(f"{found.name}: {done} pictures in {out}. {READ[drawn(trace, layers[0])[0]]}")
