@@ -1,7 +1,8 @@
-"""What was promised, beside what was reached: the targets of the operator as a table of points.
+"""What was promised, beside what was reached: the targets as tables of points; ratios within the file.
 
-Graph replay, bfloat16, width 384, the fused DMSA; ratios within the file. Kept and peak memory are measured in eager mode, and
-the worst of the shapes counts.
+points(rows)          of the operator: graph replay, bfloat16, width 384, the fused DMSA. Kept and peak memory are measured in
+                      eager mode, and the worst of the shapes counts
+model_points(rows)    of whole networks: 224 pixels, compiled, bfloat16, equal batches
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dmst.bench.record import Row, find
 
 SHAPES = ((256, 197), (64, 1024), (16, 4096), (4, 16384), (1, 65536))
 SETTING = {"dim": 384, "dtype": "bfloat16"}
+NETWORKS = {"pixels": 224, "mode": "compiled", "dtype": "bfloat16"}
 TIMES = {"forward": "forward_ms", "forward+backward": "train_ms"}
 KEEPS: dict[str, Callable[[float, float], bool]] = {
     "<=": lambda value, target: value <= target,
@@ -92,8 +94,31 @@ def applies(rows: list[Row]) -> bool:
     return any(row["mode"] == "graph" and all(row[key] == value for key, value in SETTING.items()) for row in rows)
 
 
-def table(found: list[Point]) -> Table:
-    shown = Table("target", "reached", "must", "", "goal", "", title="targets: fused DMSA, graph replay, bfloat16, width 384")
+def _network(rows: list[Row], top: str, bottom: str, key: str) -> float | None:
+    above, below = (find(rows, what=what, failure=None, **NETWORKS) for what in (top, bottom))
+    if above is None or below is None or above["B"] != below["B"] or above[key] is None or not below[key]:
+        return None
+    return above[key] / below[key]
+
+
+def model_points(rows: list[Row]) -> list[Point]:
+    """Every promise about whole networks."""
+    pair, against_timm = ("vit_small:dmsa", "vit_small"), ("dmst_small", "timm:vit_small_patch16_224")
+    return [
+        Point("inference, times the ViT-S skeleton with softmax attention", _network(rows, *pair, "inference"), ">=", 1.2, 1.3),
+        Point("training, times the same", _network(rows, *pair, "training"), ">=", 1.25, 1.45),
+        Point("peak of a training step, x the same", _network(rows, *pair, "peak_mb"), "<=", 0.85),
+        Point("inference of DMST-S, times timm's ViT-S", _network(rows, *against_timm, "inference"), ">=", 1.0, 1.15),
+        Point("training of DMST-S, times timm's ViT-S", _network(rows, *against_timm, "training"), ">=", 1.1, 1.3),
+    ]
+
+
+def model_applies(rows: list[Row]) -> bool:
+    return any(all(row[key] == value for key, value in NETWORKS.items()) for row in rows)
+
+
+def table(found: list[Point], about: str = "fused DMSA, graph replay, bfloat16, width 384") -> Table:
+    shown = Table("target", "reached", "must", "", "goal", "", title=f"targets: {about}")
     marks = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
     for point in found:
         value = "not measured" if point.value is None else f"{point.value:.3g}"

@@ -77,9 +77,14 @@ def draw(rows: list[Row], stem: Path, device: str = "") -> list[Path]:
         figure.legend(handles, labels, loc="lower left", ncols=3, bbox_to_anchor=(0.05, 0.055), columnspacing=1.4)
         figure.text(0.06, 0.025, _caption(rows, device), fontsize=8.5, color="#444444")
         figure.subplots_adjust(left=0.065, right=0.985, top=0.91, bottom=0.315, wspace=0.3)
-        svg, png = io.BytesIO(), io.BytesIO()
-        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-        figure.savefig(png, format="png", dpi=110, metadata={"Software": None})
+        return save(figure, stem)
+
+
+def save(figure: Any, stem: Path) -> list[Path]:
+    """Write a figure as STEM.svg and STEM.png, inside the `rc_context` of RULES; returns their paths."""
+    svg, png = io.BytesIO(), io.BytesIO()
+    figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(png, format="png", dpi=110, metadata={"Software": None})
     named = [stem.with_name(stem.name + ending) for ending in (".svg", ".png")]
     write_text(named[0], svg.getvalue().decode())
     _write_bytes(named[1], png.getvalue())

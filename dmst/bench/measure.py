@@ -46,11 +46,11 @@ def measure(task: Task, setting: Setting, known: Known) -> Row:
             if entry not in known.refused:
                 row |= _measured(task, setting, known)
         except Exception as error:  # a layer may fail in any way; the others are still to be measured
-            row["failure"] = _first_line(f"{type(error).__name__}: {error}")
+            row["failure"] = first_line(f"{type(error).__name__}: {error}")
             if entry not in known.judged:
                 known.refused[entry] = row["failure"]
-            _recover(setting.device)
-    lines = [_first_line(str(heard.message)) for heard in said if not issubclass(heard.category, OF_NO_INTEREST)]
+            recover(setting.device)
+    lines = [first_line(str(heard.message)) for heard in said if not issubclass(heard.category, OF_NO_INTEREST)]
     fallen = [line for line in lines if line.startswith(FELL_BACK)]
     if fallen and task.backend == "fused":
         known.refused[entry] = fallen[0]
@@ -148,7 +148,7 @@ def _compile(layer: nn.Module) -> tuple[parity.Layer, Callable[[], str]]:
     return compiled, stops
 
 
-def _recover(device: torch.device) -> None:
+def recover(device: torch.device) -> None:
     if device.type != "cuda":
         return
     try:
@@ -158,5 +158,5 @@ def _recover(device: torch.device) -> None:
         return
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "no message")[:400]

@@ -45,7 +45,7 @@ def measure_all(
     add: bool = False,
 ) -> int:
     """Measure what is asked for on the device at hand."""
-    device, said = _device(), console()
+    device, said = device_here(), console()
     dtype = choose("dtype", dtype or DTYPE[device.type], layers.DTYPES)
     setting = Setting(device, dtype, dim, heads, provenance.commit(commit))
     layers.DMSA(dim, heads, device="meta")  # a width that cannot be is said before anything starts
@@ -102,7 +102,7 @@ def draw(file: str, stem: str) -> int:
     return 0
 
 
-def _device() -> torch.device:
+def device_here() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

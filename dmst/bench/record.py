@@ -1,5 +1,7 @@
 """The file of measurements: {"facts": {...}, "rows": [...]}, one row a line, rewritten whole after every row.
 
+Of a layer (`dmst bench operators`; a network's row is told in model_row.py):
+
 what, backend, mode      floor, sdpa_p48, ... dmsa; torch, reference, fused; eager, graph, compiled
 B, N, dim, heads         the shape; `active`: heads whose gate is not zero, the mean over samples
 dtype                    of weights and tokens
@@ -16,6 +18,7 @@ import datetime
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ KEYS = (
     "what", "backend", "mode", "B", "N", "dim", "heads", "active", "dtype", "forward_ms", "train_ms", "kept_mb", "peak_mb",
     "error", "versions", "commit", "failure", "note", "spread",
 )  # fmt: skip
-NAMES = ("what", "backend", "mode", "B", "N", "dim", "dtype")  # which measurement it is
+NAMES = ("what", "backend", "mode", "B", "N", "dim", "dtype", "pixels")  # which measurement it is; a network's has some of them
 PARITY = "parity failed"  # how such a failure begins
 UNITS = {
     "forward_ms, train_ms": "milliseconds, median; train is forward and backward",
@@ -63,16 +66,16 @@ def text(facts: dict[str, Any], rows: list[Row]) -> str:
     return f'{{\n "facts": {json.dumps(facts, allow_nan=False)},\n "rows": [\n{lines}\n ]\n}}\n'
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """Facts and rows, or an error that says what is wrong with the file."""
+def read(path: Path, keys: Sequence[str] = KEYS[:-3], command: str = "operators") -> tuple[dict[str, Any], list[Row]]:
+    """Facts and rows, or an error that says what is wrong with the file; each row must have these keys."""
     try:
         told = json.loads(Path(path).read_text(encoding="utf-8"))
         facts, rows = told["facts"], told["rows"]
-        missing = [name for row in rows for name in KEYS[:-3] if name not in row]
+        missing = [name for row in rows for name in keys if name not in row]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadFileError(f"{path} is not a file of `dmst bench operators` ({type(error).__name__}: {error}).") from error
+        raise BadFileError(f"{path} is not a file of `dmst bench {command}` ({type(error).__name__}: {error}).") from error
     if missing:
-        raise BadFileError(f"{path}: a row has no {missing[0]!r}. Measure again with `dmst bench operators`.")
+        raise BadFileError(f"{path}: a row has no {missing[0]!r}. Measure again with `dmst bench {command}`.")
     return facts, rows
 
 
@@ -86,14 +89,14 @@ def number(value: float | None, digits: int = 4) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
 
 
-def default_path(device: torch.device) -> Path:
+def default_path(device: torch.device, stem: str = "operators") -> Path:
     """results/h200/operators.json for "NVIDIA H200"; a CPU's goes where nothing is kept."""
     if device.type != "cuda":
-        return Path("runs/bench/operators.json")
+        return Path("runs/bench") / f"{stem}.json"
     name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower().removeprefix("nvidia ")).strip("-")
-    return Path("results") / name / "operators.json"
+    return Path("results") / name / f"{stem}.json"
 
 
-def facts(device: torch.device, commit: str) -> dict[str, Any]:
+def facts(device: torch.device, commit: str, units: Mapping[str, str] = UNITS) -> dict[str, Any]:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"device": device_name(device), **versions(), "commit": commit, "date": now, "units": UNITS}
+    return {"device": device_name(device), **versions(), "commit": commit, "date": now, "units": dict(units)}

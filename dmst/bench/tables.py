@@ -3,6 +3,7 @@
 summary(rows)     rich tables: milliseconds in each mode, multiples of the floor, memory, error
 markdown(rows)    the same figures as text, equal for equal rows: a test holds the README to its file
 into(readme, rows)    put it between the marks
+between(...)          any text between any marks
 """
 
 from __future__ import annotations
@@ -119,10 +120,15 @@ def _lines(
 
 
 def into(readme: Path, rows: list[Row]) -> bool:
-    """Rewrite what stands between the marks; False where there are none."""
+    """Rewrite the README's table; False where it has no marks."""
+    return between(readme, BEGIN, END, markdown(rows))
+
+
+def between(readme: Path, begin: str, end: str, new: str) -> bool:
+    """Rewrite what stands between two marks; False where there are none."""
     text = readme.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text.partition(BEGIN)[2]:
+    if begin not in text or end not in text.partition(begin)[2]:
         return False
-    before, _, after = text.partition(BEGIN)
-    write_text(readme, before + BEGIN + "\n" + markdown(rows) + END + after.partition(END)[2])
+    before, _, after = text.partition(begin)
+    write_text(readme, before + begin + "\n" + new + end + after.partition(end)[2])
     return True

@@ -160,11 +160,16 @@ def memory(layer: Layer, step: Step, z: Tensor) -> tuple[float, float]:
     out = layer(z)
     kept = torch.cuda.memory_allocated() - before
     del out
+    return kept / MIB, peak(step)
+
+
+def peak(step: Step) -> float:
+    """The most that a warm step allocates on a CUDA device, MiB."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     step(0)
-    return kept / MIB, (torch.cuda.max_memory_allocated() - before) / MIB
+    return (torch.cuda.max_memory_allocated() - before) / MIB
 
 
 def saved(layer: Layer, own: list[Tensor], z: Tensor) -> float:

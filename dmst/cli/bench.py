@@ -35,15 +35,47 @@ def bench_operators(
     raise typer.Exit(measured.measure_all(**asked, dim=dim, heads=heads, figure_stem=figure, limit=limit, add=add))
 
 
+@app.command("models")
+def bench_models(
+    out: str = typer.Option(None, help="The file of rows; results/DEVICE/models.json if not given (CPU: runs/bench)."),
+    sizes: str = typer.Option(None, help="Sides of the images in pixels; 224,512,1024 if not given (CPU: 224)."),
+    only: str = typer.Option(
+        None, help="Which networks, NAME[:OPERATOR] of the zoo or timm:NAME; two ViT-S, DMST-S and two of timm if not given."
+    ),
+    batch: str = typer.Option(None, help="Images a step, one number or one for each size; 256,48,12 if not given (CPU: 4)."),
+    dtype: str = typer.Option(None, help="Of autocast: bf16, fp16, or fp32 for none."),
+    modes: str = typer.Option(None, help="Of compiled,graph,eager; compiled at 224 pixels, graph elsewhere (CPU: eager)."),
+    figure: str = typer.Option(
+        None, help="STEM of the figure, STEM.svg and STEM.png; beside the rows if not given (CPU: none)."
+    ),
+    commit: str = typer.Option(None, help="What to call the source; else DMST_COMMIT, else what git says."),
+    limit: float = typer.Option(None, help="Begin no row after so many seconds."),
+    add: bool = typer.Option(False, "--add", help="Keep the rows of an earlier run that are not measured again."),
+    check: str = typer.Option(None, metavar="FILE", help="Measure nothing: hold the rows of FILE against the targets."),
+    readme: str = typer.Option(None, metavar="FILE", help="With --check: put the figures between the marks of FILE."),
+) -> None:
+    """Images a second, inference and training, and memory of whole networks; told only where logits and gradients are right."""
+    from dmst.bench import models as measured
+
+    if check:
+        raise typer.Exit(measured.check(check, readme))
+    asked = {"out": out, "sizes": sizes, "only": only, "batch": batch, "dtype": dtype, "modes": modes, "commit": commit}
+    raise typer.Exit(measured.measure_all(**asked, figure_stem=figure, limit=limit, add=add))
+
+
 @app.command("figure")
 def bench_figure(
-    file: str = typer.Argument(help="A file of `dmst bench operators`."),
-    out: str = typer.Option("results/h200/operators", help="STEM: writes STEM.svg and STEM.png."),
+    file: str = typer.Argument(help="A file of `dmst bench operators` or `dmst bench models`."),
+    out: str = typer.Option(
+        None, help="STEM: writes STEM.svg and STEM.png; results/h200/operators or, of networks, beside FILE if not given."
+    ),
 ) -> None:
-    """Draw the paper's figure from a file of rows, without running anything."""
-    from dmst.bench import operators as measured
+    """Draw the paper's figure, or that of networks, from a file of rows, without running anything."""
+    from dmst.bench import models, operators
 
-    raise typer.Exit(measured.draw(file, out))
+    if models.holds(file):
+        raise typer.Exit(models.draw(file, out or file.removesuffix(".json")))
+    raise typer.Exit(operators.draw(file, out or "results/h200/operators"))
 
 
 CHANGES = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a key of the recipe. Repeatable.")
