@@ -30,9 +30,15 @@ UNTRACED = (
     "test_operator_contract.py::test_gradcheck", "test_fused.py::", "test_doctor.py::test_the_kernels",
     "test_loader.py::test_no_global_generator", "test_loader.py::test_compiled", "test_orthonormal.py::test_a_traced",
     "test_fused_registration.py::test_compiles", "test_fused_registration.py::test_opcheck",
-    "test_zoo.py::test_every_listed_model", "test_train.py::test_a_compiled_run",
+    "test_fused_step.py::test_opcheck", "test_fused_step.py::test_a_compiled",
+    "test_fused_active.py::", "test_zoo.py::test_every_listed_model", "test_train.py::test_a_compiled_run",
 )  # fmt: skip
-TRACED = ("test_fused.py::test_parity_of_every_form", "test_fused.py::test_scores_by_position")
+TRACED = (
+    "test_fused_active.py::test_any_set",
+    "test_fused_active.py::test_a_kernel",
+    "test_fused.py::test_parity_of_every_form",
+    "test_fused.py::test_scores_by_position",
+)
 
 
 @pytest.hookimpl(wrapper=True)

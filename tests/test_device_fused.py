@@ -9,6 +9,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,30 @@ def test_the_layer_keeps_two_tensors() -> None:
         out = kernels.attend(z, made.weights, made.form)
     assert out.grad_fn is not None
     assert torch.cuda.memory_allocated() - before <= 2.2 * z.numel() * z.element_size()
+
+
+@pytest.mark.parametrize("shape", [WORKING, (64, 197, 384, 8), (6, 1000, 96, 2), (4, 768, 384, 8)], ids=str)  # by each route
+@pytest.mark.parametrize("case", [LOW[0], LOW[2], LOW[3]], ids=label)
+def test_a_layer_that_saves_nothing(case: tuple, shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, the output alone after the forward pass, and no higher a peak in the backward pass."""
+    monkeypatch.setattr(plan, "BUSY", 0)
+    made = stored(there(case, shape, BF16), BF16)
+    other, size = made._replace(form=replace(made.form, save="nothing")), made.z.numel() * made.z.element_size()
+    agree(fused(other, BF16), fused(made, BF16))
+    peaks = []
+    for each in (other, made):
+        z = each.z.detach().requires_grad_()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        with use_kernels("fused"):
+            out = kernels.attend(z, each.weights, each.form, grid=each.grid)
+        if each is other:
+            assert torch.cuda.memory_allocated() - before <= 1.1 * size + 2**16  # blocks are rounded up
+        torch.cuda.reset_peak_memory_stats()
+        out.backward(each.grad)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del out, z
+    assert peaks[0] <= peaks[1] + 2**20
 
 
 # --- fuzz and repeats -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from dmst.kernels.fused import (
-    adjoint, by_position, columns, energy, hopper, moments, neighbours, resident, score, score_adjoint, update
+    active, adjoint, by_position, columns, energy, hopper, moments, neighbours, norm, resident, score, score_adjoint, update
 )
 
 B, F, I, S = "*bf16", "*fp32", "i32", "fp32"
@@ -40,7 +40,18 @@ PRODUCT = dict(D=384, COLUMNS=192, P=48, BIAS=True, MOMENTS=False, BY_SAMPLE=Fal
 SETTLE = dict(K=8, P=48, COLUMNS=64, TILES=13, FULL=10, WARPS=4, MODE=0, GATED=True, UNIFORM=False, DELTA=True)
 PULL = dict(K=8, P=48, HEADS=1, WIDTH=64, TILES=13, FULL=10, WARPS=4, MODE=0, GATED=True, UNIFORM=False,
             SIGMOID=True, BIAS=True)
+ACTIVE = dict(D=384, K=8, P=48, RUN=16, BLOCKS=3, TOKENS=64, COLUMNS=128, DEPTH=64, STAGES=3, BIAS=True)
+FIRST, SECOND = dict(ACTIVE, SLOTS=4, WEIGHTED=True), dict(ACTIVE, SLOTS=3, WEIGHTED=True, FOLD=False, MODE=0)
+SOME = dict(D=384, K=8, P=48, WIDTH=64, ROWS=64, DELTA=True, FOLD=True, MODE=0)
+NORM = dict(D=384, K=8, TOKENS=16, CHANNELS=128, Z=3, ASSIGN=3, ROTARY=True, LEVEL=True, SCORES=True, BIAS=False,
+            SIGMOID=True, SUMS=True)
 CASES = {
+    "active": [(active.gate_active_kernel, dict(K=8, ALL=8, GATE=1, ACTIVE=2, ROWS=1024)),
+               (active.project_active_kernel, FIRST),
+               (active.project_active_kernel, dict(FIRST, WEIGHTED=False, BIAS=False, D=100, K=25, P=4, RUN=4, SLOTS=25)),
+               (active.finish_active_kernel, SOME), (active.finish_active_kernel, dict(SOME, FOLD=False, MODE=2, DELTA=False)),
+               (active.out_active_kernel, SECOND), (active.out_active_kernel, dict(SECOND, FOLD=True)),
+               (active.out_active_kernel, dict(SECOND, WEIGHTED=False, MODE=2, BIAS=False))],
     "gluon": [(hopper.hopper_kernel, c) for c in (
         PRODUCT, dict(PRODUCT, MOMENTS=True), dict(PRODUCT, BY_SAMPLE=True),
         dict(PRODUCT, D=256, COLUMNS=128, P=64, MOMENTS=True))]
@@ -66,6 +77,12 @@ CASES = {
     "by_position": [(by_position.rotated_kernel, dict(D=384, K=8, HEADS=8, PAIRS=64, ASSIGN=1)),
                     (by_position.position_score_kernel, dict(PLACE, BIAS=True, SIGMOID=True, SUMS=True, STAGES=3)),
                     (by_position.position_assign_kernel, dict(PLACE, GATED=True, STAGES=3))],
+    "norm": [(norm.norm_score_kernel, c) for c in (
+        NORM, dict(NORM, SCORES=False, SUMS=False, ROTARY=False, D=192, CHANNELS=64),
+        dict(NORM, D=100, K=12, Z=0, ASSIGN=0, LEVEL=False, BIAS=True), dict(NORM, D=15, K=3, ROTARY=False, CHANNELS=16, Z=0,
+        ASSIGN=0, SIGMOID=False, SUMS=False), dict(NORM, D=1024, TOKENS=8, Z=1, ASSIGN=1))]
+    + [(norm.norm_adjoint_kernel, dict(D=d, TOKENS=4, CHANNELS=c, WEIGHTS=w)) for d, c, w in (
+        (384, 128, True), (100, 128, False), (1024, 128, True))],
     "neighbours": [(kernel, dict(C=c, TOKENS=t, CHANNELS=64)) for c, t in ((768, 16), (100, 32)) for kernel in (
         neighbours.local_kernel, neighbours.local_adjoint_kernel, neighbours.local_spread_kernel)],
     "rest": [(update.update_kernel, UPDATE), (update.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
@@ -77,7 +94,8 @@ CASES = {
 }
 LOW = {"rotated_ptr", "z_ptr", "s_ptr", "x_ptr", "assign_ptr", "grad_ptr", "ds_ptr", "update_ptr", "product_ptr", "dz_ptr",
        "folded_ptr", "h_ptr", "dy_ptr", "dpre_ptr", "dh_ptr"}
-REALS = {"scale", "delta", "sign"}
+REALS = {"scale", "delta", "sign", "eps"}
+LOW_PRODUCTS = (active.project_active_kernel, active.finish_active_kernel, active.out_active_kernel)
 
 
 def kind(kernel, name, constants):
@@ -88,9 +106,15 @@ def kind(kernel, name, constants):
     words = {1: "*i32", 2: "*i32", 3: "*i64"}
     if (word := words.get(constants.get({"z_ptr": "Z", "assign_ptr": "ASSIGN"}.get(name)))) is not None:
         return word
+    if name == "y_ptr":
+        return B
+    if kernel is norm.norm_adjoint_kernel and name in ("z_ptr", "dz_ptr"):
+        return F
+    if name == "active_ptr":
+        return "*i32"
     if name in LOW or (name == "out_ptr" and kernel in (update.update_kernel, by_position.rotated_kernel)) or (
         name == "weight_ptr" and kernel is moments.finish_kernel
-    ):
+    ) or (name in ("weight_ptr", "out_ptr", "bias_ptr") and kernel in LOW_PRODUCTS):
         return B
     return F if name.endswith("_ptr") or name.endswith(("_cos", "_sin")) else I
 
@@ -111,7 +135,9 @@ for kernel, constants in (case for group in groups for case in CASES[group]):
 
 
 @pytest.mark.parametrize("capability", [90])
-@pytest.mark.parametrize("groups", ["score gate moments finish", "adjoint score_adjoint by_position rest", "gluon neighbours"])
+@pytest.mark.parametrize(
+    "groups", ["score gate moments finish", "adjoint score_adjoint by_position rest", "gluon neighbours", "active norm"]
+)
 def test_it_compiles(groups: str, capability: int, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}

@@ -21,11 +21,14 @@ def compute_dtype(z: Tensor) -> torch.dtype:
     return z.dtype
 
 
-def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None) -> Tensor:
-    """The layer on z (b, n, d): projections in the compute dtype, everything between them in at least float32."""
+def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, skip: bool = False) -> Tensor:
+    """The layer on z (b, n, d): projections in the compute dtype, everything between them in at least float32.
+
+    `skip` asks the fused kernels to leave heads with gate 0 out: the same numbers, not always faster (`skipping.py`).
+    """
     check(z, weights, form)
     dtype = compute_dtype(z)
-    kernel = kernel_for(z, weights, form, dtype)
+    kernel = kernel_for(z, weights, form, dtype, skip)
     with without_autocast(z):  # the scores must not be rounded on their way
         return kernel(z, weights, form, grid=grid, dtype=dtype)
 

@@ -8,9 +8,10 @@ As a function it holds until the next call; in a `with` it holds inside. One cho
 
     traced for export, torch.jit, forward-mode derivatives   reference     plain torch: others read the graph
     fused allowed (the table below)                          fused         also inside torch.compile, as one operator
+      and asked to skip, sparsemax gate, no gradient, eager  fused.skip    heads with gate 0 left out (`skipping` measures)
     otherwise traced by torch.compile                        reference     the compiler fuses it and chooses what to keep
-    otherwise gate_rotary differs from rotary                reference     an option for experiments
-    otherwise a gradient is wanted                           closed_form   one autograd function, keeps 2 n d
+    otherwise gate_rotary differs from rotary                reference     for experiments; checkpointed where it saves nothing
+    otherwise a gradient is wanted                           closed_form   one autograd function, keeps 2 n d, or n d
     otherwise CPU, sparsemax gate, eager                     silent        heads with gate 0 left out where that is faster
     otherwise                                                reference
 """
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dmst import watched
 from dmst.errors import OptionError, choose
@@ -41,6 +43,7 @@ OLDEST_DEVICE = (8, 0)  # bfloat16 and TF32 in the tensor cores
 AUTO = {torch.bfloat16: True, torch.float16: True, torch.float32: True}
 TIMED = {torch.bfloat16}
 
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}  # a subclass may have no memory to give to a kernel
 _chosen = "auto"
 
 
@@ -155,19 +158,54 @@ def _fused_attend(*args: Any, **kwargs: Any) -> Tensor:
     return attend(*args, **kwargs)
 
 
-def kernel_for(z: Tensor, weights: Weights, form: Form, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """The `attend` that computes this layer, now."""
+def _checkpointed(
+    z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype
+) -> Tensor:
+    """The reference, of which autograd keeps z and the weights alone."""
+
+    def run(z: Tensor, *tensors: Tensor) -> Tensor:
+        return reference.attend(z, Weights(*tensors), form, grid=grid, dtype=dtype)
+
+    return checkpoint(run, z, *weights, use_reentrant=False, preserve_rng_state=False)
+
+
+def _skipping_attend(*args: Any, **kwargs: Any) -> Tensor:
+    from dmst.kernels.fused.skip import attend
+
+    return attend(*args, **kwargs)
+
+
+def skips(z: Tensor, weights: Weights, form: Form) -> bool:
+    """Whether the fused kernels may leave silent heads out, where they are asked to."""
+    if form.gate != "sparsemax" or form.membership != "sigmoid" or form.uniform_moment:
+        return False
+    if watched.traced() or watched.dispatched() or any(type(t) not in _PLAIN for t in (z, *weights)):
+        return False
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)))
+
+
+def serves(z: Tensor, form: Form, dtype: torch.dtype) -> bool:
+    """Whether the fused kernels compute this layer, now."""
+    if watched.exported() or watched.transformed():
+        return False
+    return verdict(z.device, z.dtype if z.dtype == torch.float64 else dtype, form, z.shape[-1]).fused
+
+
+def kernel_for(z: Tensor, weights: Weights, form: Form, dtype: torch.dtype, skip: bool = False) -> Callable[..., Tensor]:
+    """The `attend` that computes this layer, now; with `skip` without its silent heads, where that can be."""
     if watched.exported() or watched.dual():
         return reference.attend
     if not watched.transformed():
         wide = z.dtype if z.dtype == torch.float64 else dtype
         answer = verdict(z.device, wide, form, z.shape[-1])
         if answer.fused:
-            return _fused_attend
+            return _skipping_attend if skip and skips(z, weights, form) else _fused_attend
         if _chosen == "fused":
             raise OptionError(f'use_kernels("fused"): {answer.why}. Use use_kernels("auto") to fall back by itself.')
-    if watched.traced() or form.split:
+    if watched.traced():
         return reference.attend
+    if form.split:
+        return _checkpointed if form.save == "nothing" and not watched.transformed() else reference.attend
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
         return closed_form.attend
     readable = not (watched.transformed() or watched.dispatched())  # by the host: which heads are on

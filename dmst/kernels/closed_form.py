@@ -1,7 +1,8 @@
 """The layer as one autograd function: forward in the reference's steps, backward in closed form.
 
 It keeps z, projected and membership, plus statistics without a token axis: 2 n d + n k + d + 3 k elements a sample, where
-the printed listing keeps 7 n d. With G = dL/dupdate, sign = -1 (+1 in the gated channel), r = 1 (listing) or 2 (equation):
+the printed listing keeps 7 n d. With save="nothing" it keeps z alone, n d, and the backward pass takes the steps again.
+With G = dL/dupdate, sign = -1 (+1 in the gated channel), r = 1 (listing) or 2 (equation):
 
     gradient forms   A_i = sum_n G pi s         c1_i = sign g^r a       dT_i = -sign g^(r+2) a^2 A
                      dg  = sign g^(r-1) sum_i A a (r - 2 (1 - a))
@@ -52,7 +53,7 @@ class _Attend(torch.autograd.Function):
         weights = Weights(*tensors)
         steps = reference.take_steps(z, reference.score(z, weights, form, grid), weights, form, dtype)
         out = reference.project_out(reference.update_of(steps, weights.theta, form), weights, dtype)
-        return out, *steps
+        return out, *((None,) * len(steps) if form.save == "nothing" else steps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -70,7 +71,8 @@ class _Attend(torch.autograd.Function):
         if dout is None:
             return (None,) * (len(tensors) + 4)
         with without_autocast(dout):
-            if torch.is_grad_enabled():  # a second derivative will follow: what was kept carries no graph
+            # nothing was kept, or a second derivative will follow: what was kept carries no graph
+            if form.save == "nothing" or torch.is_grad_enabled():
                 scores = reference.score(z, weights, form, ctx.grid)
                 steps = reference.take_steps(z, scores, weights, form, ctx.dtype)
             else:

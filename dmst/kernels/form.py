@@ -18,10 +18,12 @@ from torch import Tensor
 
 from dmst.sparsemax import jacobian_product, sparsemax
 
+SAVES = ("projected", "nothing")
+
 
 @dataclass(frozen=True)
 class Form:
-    """The choices of one layer. Defaults are those of the paper's listing."""
+    """The choices of one layer. Defaults are those of the paper's listing. Forms are equal where they compute the same."""
 
     num_heads: int
     membership: str = "sigmoid"  # a key of MEMBERSHIP, or "energy": softmax over heads of projected energy (TSSA)
@@ -36,6 +38,7 @@ class Form:
     token_sparse_rescale: bool = False  # membership times n, for memberships that sum to 1 over tokens
     normalize_tokens: bool = True  # TSSA's code divides each channel's energy by its sum over tokens
     delta: float = 1e-8  # added to mass where the published code does; 0 means an empty group is guarded instead
+    save: str = field(default="projected", compare=False)  # beside z, for the backward pass; nothing: it is computed again
     text: str = field(init=False, repr=False, compare=False)  # the same choices, as an operator's schema can carry them
 
     def __post_init__(self) -> None:

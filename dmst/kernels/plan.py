@@ -6,6 +6,7 @@ tuned at run time.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,11 +16,15 @@ STEP = 32  # tokens in one rotary step: a tile of the score kernels lies within 
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
 ASSIGN_PROGRAMS = 132  # rows of partial sums for the gradient of `assign`
 POSITION_PROGRAMS = 528  # the same by position: four a processor, each with a run of positions
+FOLDS = 2  # times as many tokens as channels, from which each sample has an output weight where silent heads are left out
 FOLDED = 4  # samples at most, each with an output product of its own
 UNFOLDED = 64  # samples at most whose products with dout are summed up for the output weight's gradient
 BY_HAND = 16384  # rows from which our own product serves
 BUSY = 65536  # tokens from which a device has more to do than the host that launches its kernels one by one
+NORM_PROGRAMS = 528  # rows of partial sums for the gradients of a norm's weights
 WIDEST = 128  # of one head
+WIDEST_NORM = 1024  # channels of a token that registers hold
+STEPS = False  # norm, layer and residual in one: not yet measured on a device, which would switch it on
 MOST_HEADS = 64
 
 
@@ -99,6 +104,21 @@ def into_assign(d: int) -> Tile:
     return Tile(16, min(32, max(8, power_of_two(d))), 1)
 
 
+def norm(d: int) -> Tile:
+    """Rows of all channels, in chunks: at most 64 numbers a thread."""
+    return Tile(16 if d <= 512 else 8, _chunk(d), 4)
+
+
+def norm_adjoint(d: int) -> Tile:
+    """A row a warp: a program keeps two sums for each of its channels."""
+    return Tile(4, _chunk(d), 4)
+
+
+def _chunk(d: int) -> int:
+    """Channels; 64 where chunks of 128 would leave the last one half empty."""
+    return 64 if d % 128 == 64 and d <= 512 else min(128, max(8, power_of_two(d)))
+
+
 class Batch(NamedTuple):
     """Of the samples of one position and channels, for the kernels that rotate the weights."""
 
@@ -129,6 +149,48 @@ def weighted(n: int, d: int, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and n % 128 == 0 and n >= 2 * d
 
 
+def step(d: int, dtype: torch.dtype) -> bool:
+    """Whether a block takes its residual step in one. float16 has no room for an output weight times a small LayerScale."""
+    return STEPS and d <= WIDEST_NORM and dtype != torch.float16
+
+
 def by_hand(rows: int) -> bool:
     """Whether our own product is the faster one."""
     return rows >= BY_HAND
+
+
+class Product(NamedTuple):
+    """A tile of one of the two products that leave silent heads out: tokens by columns, in steps of `depth`."""
+
+    tokens: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# Samples of at most so many tokens and channels: the tiles of both products; the first row with room serves. Not yet timed.
+ACTIVE: list[tuple[float, float, Product, Product]] = [
+    (256, math.inf, Product(64, 128, 64, 4, 3), Product(64, 128, 64, 4, 4)),
+    (math.inf, math.inf, Product(64, 128, 64, 4, 3), Product(128, 128, 64, 8, 3)),
+]
+
+
+def active(n: int, d: int, dtype: torch.dtype) -> tuple[Product, Product]:
+    """The tiles of `ACTIVE`, no larger than there is something to fill them with; float32 takes twice the room."""
+    first, second = next(row[2:] for row in ACTIVE if n <= row[0] and d <= row[1])
+    return _fitted(first, n, d, dtype), _fitted(second, n, d, dtype)
+
+
+def _fitted(tile: Product, n: int, d: int, dtype: torch.dtype) -> Product:
+    depth = tile.depth // 2 if dtype == torch.float32 else tile.depth
+    return tile._replace(
+        tokens=min(tile.tokens, max(16, power_of_two(n))),
+        columns=min(tile.columns, max(16, power_of_two(d))),
+        depth=max(16, min(depth, power_of_two(d))),
+    )
+
+
+def folds(n: int, d: int) -> bool:
+    """Whether samples are long enough for an output weight each, where silent heads are left out."""
+    return n >= FOLDS * d

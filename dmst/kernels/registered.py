@@ -2,7 +2,7 @@
 
 With a fake implementation (shapes only), an autograd formula and a FLOP count each, so that torch.compile takes the layer as
 one node, CUDA graphs record it and counters count it. The form travels as text, the rotary factors as tensors: a traced graph
-computes its own. What does not exist (no gate, no bias) leaves as an empty tensor.
+computes its own. What does not exist (no gate, no bias) leaves as an empty tensor, with save="nothing" all that would be kept.
 
 A kernel that does not compile is reported once, with the shape, and the plain steps take its place in every layer of that form,
 width and dtype: slower, never different.
@@ -27,7 +27,7 @@ from dmst.kernels.arithmetic import cast, wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import Form, Weights
 from dmst.kernels.fused import layer
-from dmst.kernels.fused.calls import Kept
+from dmst.kernels.fused.calls import NOTHING, Kept
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}  # a subclass may have no memory to give to a kernel
 W, T, KEPT = len(Weights._fields), 4, len(Kept._fields)
@@ -72,7 +72,8 @@ def _step(factors: rotary.Factors | None) -> int:
 def _run_forward(
     z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype
 ) -> tuple[Tensor, Kept]:
-    return _attempt(layer.forward, _plain_forward, (z, weights, form, factors, dtype), z, form, dtype)
+    out, kept = _attempt(layer.forward, _plain_forward, (z, weights, form, factors, dtype), z, form, dtype)
+    return out, NOTHING if form.save == "nothing" else kept
 
 
 def _run_backward(
@@ -135,7 +136,7 @@ def _backward(dout: Tensor, z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *inputs, asked, text, step, dtype = arguments
     weights, factors, form, dtype = _unpack((*inputs[: W + T], text, step, dtype), z)
     present = [value if value.numel() or not z.numel() else None for value in inputs[W + T :]]
-    kept = Kept(*present)  # type: ignore[arg-type]  # the two tensors of every token are always there
+    kept = Kept(*present)  # type: ignore[arg-type]  # the two tensors of every token are there, or nothing is and nothing is read
     grads = _run_backward(dout, z, weights, form, factors, dtype, kept, asked)
     return tuple(z.new_empty(0) if grad is None else grad for grad in grads)
 
@@ -231,6 +232,8 @@ def _fake_forward(z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     gated = (b, k) if form.gate is not None else (0,)
     channel = (b, k, d // k) if form.membership == "energy" and form.normalize_tokens else (0,)
     new = functools.partial(z.new_empty, dtype=torch.float32)
+    if form.save == "nothing":
+        return z.new_empty(b, n, d, dtype=dtype), *(new(0) for _ in range(KEPT))
     return (
         z.new_empty(b, n, d, dtype=dtype), z.new_empty(b, n, d, dtype=dtype), new(b, n, k), new(gated), new(gated),
         new(b, k, d // k), new(b, k), new(channel),
@@ -292,5 +295,7 @@ def _flops(z: Any, subspace: Any, subspace_bias: Any, assign: Any, *_: Any, **__
 
 
 @register_flop_formula(torch.ops.dmst.attend_backward)
-def _backward_flops(dout: Any, z: Any, subspace: Any, subspace_bias: Any, assign: Any, *_: Any, **__: Any) -> int:
-    return 2 * _flops(z, subspace, subspace_bias, assign)
+def _backward_flops(dout: Any, z: Any, subspace: Any, subspace_bias: Any, assign: Any, *rest: Any, **__: Any) -> int:
+    """Twice those; where nothing was kept, once more without the output product."""
+    forward, (b, n, d), text = _flops(z, subspace, subspace_bias, assign), z, rest[-3]
+    return 2 * forward + (forward - 2 * b * n * d * d if Form.read(text).save == "nothing" else 0)

@@ -2,6 +2,8 @@
 
 z <- z + drop_path(scale * operator(norm z))
 z <- feedforward(z)                              which owns its residual
+
+Where `in_one.py` says so, the first line is one call of a kernel.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from dmst.models import in_one
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import FEEDFORWARDS
 from dmst.models.residual import Residual
@@ -36,7 +39,11 @@ class Block(nn.Module):
         self.feedforward = FEEDFORWARDS[config.feedforward](config, **factory)
 
     def forward(self, z: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        z = self.residual(z, self.operator(self.norm(z), grid=grid))
+        parts = (self.norm, self.operator, self.residual)
+        if in_one.serves(*parts, z):
+            z = in_one.step(*parts, z, grid)
+        else:
+            z = self.residual(z, self.operator(self.norm(z), grid=grid))
         return self.feedforward(z, grid)
 
     def trace(self, z: Tensor, grid: tuple[int, int] | None = None) -> LayerTrace:

@@ -28,11 +28,16 @@ class Residual(nn.Module):
     def forward(self, z: Tensor, update: Tensor) -> Tensor:
         if self.scale is not None:
             update = self.scale * update
-        if self.drop_path and self.training:
-            keep = 1 - self.drop_path
-            kept = update.new_empty(update.shape[0], 1, 1).bernoulli_(keep)
-            update = update * (kept / keep if keep else kept)
-        return z + update
+        factor = self.draw(update)
+        return z + (update if factor is None else update * factor)
+
+    def draw(self, like: Tensor) -> Tensor | None:
+        """drop_path's factor of each sample (b, 1, 1), 0 or 1/keep; None where every sample keeps its update."""
+        if not (self.drop_path and self.training):
+            return None
+        keep = 1 - self.drop_path
+        kept = like.new_empty(like.shape[0], 1, 1).bernoulli_(keep)
+        return kept / keep if keep else kept
 
     def extra_repr(self) -> str:
         return f"layer_scale={self.layer_scale}, drop_path={self.drop_path}"

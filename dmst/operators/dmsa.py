@@ -45,15 +45,15 @@ class DMSA(TokenStatistics):
         bias: bool = True,
         membership_bias: bool = False,
         proj_drop: float = 0.0,
+        save: str = "projected",
         device: Any = None,
         dtype: Any = None,
         **options: Any,
     ) -> None:
         bias = lineage_options(DMSA, bias, options)
         membership = choose("membership_activation", membership_activation, MEMBERSHIPS)
-        form = gated_form(
-            num_heads, membership, mode, gate_activation, gate_scale, max_active_heads, rotary, gate_rotary=gate_rotary
-        )
+        gate = (mode, gate_activation, gate_scale, max_active_heads)
+        form = gated_form(num_heads, membership, *gate, rotary, gate_rotary=gate_rotary, save=save)
         super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)
 
 

@@ -17,20 +17,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst import kernels, objective, rotary
-from dmst.errors import flag, number
+from dmst.errors import choose, flag, number
 from dmst.kernels import Form, Weights, reference
+from dmst.kernels.form import SAVES
 from dmst.operators.base import Grid, Operator, Parts
 from dmst.operators.orthonormal import OrthonormalLinear
 
 
 class TokenStatistics(Operator):
-    """One member of the family, given by its form."""
+    """One member of the family, given by its form.
+
+    `save` is what the layer keeps for the backward pass beside z: "projected" (with membership and statistics), or "nothing",
+    and they are computed again there. Output and gradients are the same to the bit (docs/kernels.md, Recompute).
+    """
 
     subspace: nn.Linear
     assign: nn.Linear | None
     out: nn.Linear | None
     temperature: nn.Parameter | None
     theta: nn.Parameter | None
+    skip_silent: bool = False  # on a GPU, without gradients: set by `kernels.skipping.choose_silent`, saved nowhere
 
     def __init__(
         self,
@@ -48,6 +54,7 @@ class TokenStatistics(Operator):
         for name, value in (("membership_bias", membership_bias), ("token_sparse_rescale", form.token_sparse_rescale)):
             flag(name, value)
         flag("normalize_tokens", form.normalize_tokens)
+        choose("save", form.save, SAVES)
         rotary.check(form.rotary, dim)
         if form.gate_rotary is not None:
             rotary.check(form.gate_rotary, dim, "gate_rotary")
@@ -92,7 +99,7 @@ class TokenStatistics(Operator):
 
     def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
         self.check(z)
-        return self.proj_drop(kernels.attend(z, self.weights(), self.form, grid=grid))
+        return self.proj_drop(kernels.attend(z, self.weights(), self.form, grid=grid, skip=self.skip_silent))
 
     def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
         """The very steps that `forward` takes, in plain torch, every head."""

@@ -32,13 +32,14 @@ class GatedChannel(TokenStatistics):
         bias: bool = True,
         membership_bias: bool = False,
         proj_drop: float = 0.0,
+        save: str = "projected",
         device: Any = None,
         dtype: Any = None,
         **options: Any,
     ) -> None:
         bias = lineage_options(GatedChannel, bias, options)
         uniform = choose("moment_weight", moment_weight, ("uniform", "membership")) == "uniform"
-        form = Form(num_heads=num_heads, gate=None, rotary=rotary, uniform_moment=uniform, sign=1.0)
+        form = Form(num_heads=num_heads, gate=None, rotary=rotary, uniform_moment=uniform, sign=1.0, save=save)
         super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)
 
     def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> None:

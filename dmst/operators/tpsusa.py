@@ -32,11 +32,12 @@ class TPSUSA(TokenStatistics):
         bias: bool = True,
         membership_bias: bool = False,
         proj_drop: float = 0.0,
+        save: str = "projected",
         device: Any = None,
         dtype: Any = None,
         **options: Any,
     ) -> None:
         bias = lineage_options(TPSUSA, bias, options)
         gate = (mode, gate_activation, gate_scale, max_active_heads)
-        form = gated_form(num_heads, "token_sparsemax", *gate, rotary, token_sparse_rescale=token_sparse_rescale)
+        form = gated_form(num_heads, "token_sparsemax", *gate, rotary, token_sparse_rescale=token_sparse_rescale, save=save)
         super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)

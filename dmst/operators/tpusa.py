@@ -29,6 +29,7 @@ class TPUSA(TokenStatistics):
         bias: bool = True,
         membership_bias: bool = False,
         proj_drop: float = 0.0,
+        save: str = "projected",
         device: Any = None,
         dtype: Any = None,
         **options: Any,
@@ -40,5 +41,6 @@ class TPUSA(TokenStatistics):
             gate=None,
             rotary=rotary,
             token_sparse_rescale=token_sparse_rescale,
+            save=save,
         )
         super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)

@@ -33,6 +33,7 @@ class TSSA(TokenStatistics):
         normalize_tokens: bool = True,
         bias: bool = True,
         proj_drop: float = 0.0,
+        save: str = "projected",
         device: Any = None,
         dtype: Any = None,
         **options: Any,
@@ -40,7 +41,12 @@ class TSSA(TokenStatistics):
         bias = lineage_options(TSSA, bias, options)
         choose("position_scores", position_scores, ("none", "1d", "2d"))
         form = Form(
-            num_heads=num_heads, membership="energy", gate=None, rotary=position_scores, normalize_tokens=normalize_tokens
+            num_heads=num_heads,
+            membership="energy",
+            gate=None,
+            rotary=position_scores,
+            normalize_tokens=normalize_tokens,
+            save=save,
         )
         scored = position_scores != "none"
         super().__init__(dim, form, bias=bias, proj_drop=proj_drop, assign=scored, device=device, dtype=dtype)

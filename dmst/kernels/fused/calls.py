@@ -45,6 +45,9 @@ class Kept(NamedTuple):
     channel: Tensor | None  # (b, k, p), TSSA's energy of each channel
 
 
+NOTHING = Kept(*(None,) * len(Kept._fields))  # type: ignore[arg-type]  # what a layer with save="nothing" keeps
+
+
 def flat(weights: Weights) -> Weights:
     """The small weights as the kernels read them, one number after the other."""
     _, subspace_bias, assign, assign_bias, _, out_bias, temperature, _ = weights

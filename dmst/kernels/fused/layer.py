@@ -5,10 +5,13 @@
 
 It keeps what `closed_form` keeps, in memory order (b, n, k, p). The backward pass needs room for two more tensors of z's size
 at a time: the update, gone before G, in whose place dS is written, and the last product, which becomes dz in its place.
+With save="nothing" it keeps z alone, and the backward pass begins with the forward pass, all but its last product.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +25,33 @@ from dmst.kernels.fused import calls, hopper, resident
 from dmst.kernels.fused.calls import F32, Kept
 
 
-def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype) -> tuple[Tensor, Kept]:
-    """The layer on z (b, n, d), with at least one token."""
+def forward(
+    z: Tensor,
+    weights: Weights,
+    form: Form,
+    factors: rotary.Factors | None,
+    dtype: torch.dtype,
+    scored: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Kept]:
+    """The layer on z (b, n, d), with at least one token. `scored`: what `calls.score` makes of z, where that is known."""
+    kept, output = take_steps(z, weights, form, factors, dtype, scored)
+    return output(), kept
+
+
+def take_steps(
+    z: Tensor,
+    weights: Weights,
+    form: Form,
+    factors: rotary.Factors | None,
+    dtype: torch.dtype,
+    scored: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Kept, Callable[[], Tensor]]:
+    """What there is to keep, and the output product, not yet made."""
     z, weights = aligned(z), calls.flat(weights)
     b, n, d = z.shape
     k, p = form.num_heads, d // form.num_heads
-    scores = sums = None
-    if weights.assign is not None:
+    scores, sums = scored or (None, None)
+    if weights.assign is not None and scored is None:
         scores, sums = calls.score(z, weights, form, factors)
     tokens = cast(z, dtype)
     matrices, biases = (weights.subspace, _weight_out(weights)), (weights.subspace_bias, weights.out_bias)
@@ -40,7 +63,8 @@ def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | N
         weighted, energy, mass = hopper.project(tokens, weight_in, bias_in, scores)
         folded = torch.empty(b, d, d, device=z.device, dtype=dtype)
         moment, divisor = calls.finish(energy, mass, gate, weight_out, folded, n, form)
-        return hopper.fold_out(weighted, folded, bias_out), Kept(weighted, scores, pooled, gate, moment, divisor, None)
+        kept = Kept(weighted, scores, pooled, gate, moment, divisor, None)
+        return kept, functools.partial(hopper.fold_out, weighted, folded, bias_out)
 
     projected = calls.linear(tokens, weight_in, bias_in)
     sweep = plan.whole(b, n, k, p) or plan.sweep(b, n, k, p)
@@ -49,7 +73,8 @@ def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | N
         gate, pooled = calls.open_gate(sums, n, form)
         options: dict[str, Any] = {"mode": form.mode, "sign": form.sign, "delta": form.delta, "uniform": form.uniform_moment}
         update, moment, divisor = resident.settle(projected, membership, gate, weights.theta, **options)
-        return calls.linear(update, weight_out, bias_out), Kept(projected, membership, pooled, gate, moment, divisor, channel)
+        kept = Kept(projected, membership, pooled, gate, moment, divisor, channel)
+        return kept, functools.partial(calls.linear, update, weight_out, bias_out)
 
     fits = not (dtype == torch.float16 and form.token_sparse_rescale)  # pi s alone, with pi up to n, overflows float16
     route = plan.route(b, sweep.splits, form.mode, fits=fits)
@@ -67,13 +92,18 @@ def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | N
         moment, divisor = calls.finish(energy, mass, gate, weight_out, apart, n, form)
     kept = Kept(projected, membership, pooled, gate, moment, divisor, channel)
     if made is None:
-        made = calls.update(kept, weights, form, sweep, weighted=False)
+        return kept, lambda: calls.linear(calls.update(kept, weights, form, sweep, weighted=False), weight_out, bias_out)
     if apart is None:
-        return calls.linear(made, weight_out, bias_out), kept
-    out = torch.empty_like(projected)
-    for x, w, y in zip(made, apart, out, strict=True):
-        torch.mm(x, w.mT, out=y) if bias_out is None else torch.addmm(bias_out, x, w.mT, out=y)
-    return out, kept
+        return kept, functools.partial(calls.linear, made, weight_out, bias_out)
+    return kept, functools.partial(_fold_out, made, apart, bias_out)
+
+
+def _fold_out(weighted: Tensor, folded: Tensor, bias: Tensor | None) -> Tensor:
+    """pi s W_b + bias, a product a sample."""
+    out = torch.empty_like(weighted)
+    for x, w, y in zip(weighted, folded, out, strict=True):
+        torch.mm(x, w.mT, out=y) if bias is None else torch.addmm(bias, x, w.mT, out=y)
+    return out
 
 
 def backward(
@@ -86,8 +116,11 @@ def backward(
     kept: Kept,
     wanted: Weights,
     wants_z: bool,
+    scored: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """dz, and the gradient of each weight that is wanted."""
+    if form.save == "nothing":
+        kept = take_steps(z, weights, form, factors, dtype, scored)[0]  # the update is gone with the product that would read it
     z, dout, weights = aligned(z), aligned(cast(dout, dtype)), calls.flat(weights)
     b, n, d = z.shape
     k, p = form.num_heads, d // form.num_heads

@@ -1,0 +1,159 @@
+"""The fused layer without its silent heads, for inference: `active.py` put together, beside `layer.forward`, which is dense.
+
+    scores, membership | gate, active heads | s of these heads, their moments | c, or an output weight a sample | output
+
+No host waits for the device on the way, so that CUDA graphs record it. Whether it pays depends on how many heads are silent,
+which only the device knows: `skipping.choose_silent` measures it. A kernel that does not compile is reported once, and the
+dense layer takes its place.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dmst import rotary
+from dmst.kernels import plan, registered
+from dmst.kernels.arithmetic import aligned, cast, cast_all
+from dmst.kernels.form import Form, Weights
+from dmst.kernels.fused import calls
+from dmst.kernels.fused.active import finish_active_kernel, gate_active_kernel, out_active_kernel, project_active_kernel
+from dmst.kernels.fused.calls import F32
+from dmst.kernels.fused.core import MODES
+from dmst.kernels.fused.launch import Cut, launch, planned
+from dmst.kernels.plan import over
+
+_broken: set[tuple] = set()
+
+
+def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
+    """The whole layer on z (b, n, d), no gradients; a sparsemax gate and a sigmoid membership."""
+    key = registered._key(z, form, dtype)
+    if not z.numel() or key in _broken:
+        return registered.attend(z, weights, form, grid=grid, dtype=dtype)
+    _, n, d = z.shape
+    factors = rotary.factors(form.rotary, d, n, grid, step=plan.STEP, device=z.device, dtype=F32)
+    try:
+        with registered._device_of(z):
+            return forward(z, weights, form, factors, dtype)
+    except Exception as error:  # the compiler has many ways to fail, and each means the same here
+        if "out of memory" in str(error).lower():
+            raise
+        result = registered.attend(z, weights, form, grid=grid, dtype=dtype)
+        _broken.add(key)
+        first = (str(error).strip() or "no message").splitlines()[0]
+        warnings.warn(
+            f"The kernels that leave silent heads out do not work here for tokens {tuple(z.shape)} in {z.dtype}, "
+            f"{form.num_heads} heads ({type(error).__name__}: {first}). Computing every head from now on.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return result
+
+
+def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype) -> Tensor:
+    """The layer on z (b, n, d), with at least one token."""
+    z, weights = aligned(z), calls.flat(weights)
+    _, n, d = z.shape
+    membership, sums = calls.score(z, weights, form, factors)
+    assert sums is not None
+    gate, active = open_gate(sums, n, form)
+    out = weights.subspace.mT if weights.out is None else weights.out
+    weight_in, weight_out, bias_in, bias_out = cast_all(dtype, weights.subspace, out, weights.subspace_bias, weights.out_bias)
+    weighted = form.mode != "proximal" and dtype != torch.float16  # which has no room for small pi s
+    fold = weighted and plan.folds(n, d)
+    first, second = plan.active(n, d, dtype)
+    s, energy, mass = project(cast(z, dtype), weight_in, bias_in, membership, active, first, weighted)
+    c = finish(energy, mass, gate, active, weights.theta, weight_out, n, form, fold)
+    return project_out(s, c, weight_out, bias_out, membership, active, second, form, weighted, fold)
+
+
+def open_gate(sums: Tensor, n: int, form: Form) -> tuple[Tensor, Tensor]:
+    """The gate (b, k), and the active heads (b, 1 + k): their number, then which; the rest is not written."""
+    b, tiles, k = sums.shape
+    gate = torch.empty(b, k, device=sums.device, dtype=F32)
+    active = torch.empty(b, 1 + k, device=sums.device, dtype=torch.int32)
+    launch(gate_active_kernel, calls._plan_open_gate(form, b, tiles), sums, gate, active, n, tiles, form.gate_scale)
+    return gate, active
+
+
+def project(
+    z: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor, active: Tensor, tile: plan.Product, weighted: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """pi s or s of the active heads (b, n, d), and their energy (b, tiles, d) and mass (b, tiles, k) in each tile of tokens."""
+    (b, n, d), k = z.shape, membership.shape[-1]
+    tiles = over(n, tile.tokens)
+    s = torch.empty_like(z)
+    energy, mass = calls.partial_sums((b, tiles), k, d // k, z.device)
+    cut = _plan_project(b, tiles, d, k, tile, bias is not None, weighted)
+    rest = (n, tiles, *weight.stride())
+    launch(project_active_kernel, cut, z, weight, bias, membership, active, s, energy, mass, *rest)
+    return s, energy, mass
+
+
+def _heads(columns: int, p: int) -> int:
+    """Heads at most that so many neighbouring columns belong to."""
+    return (columns + p - 2) // p + 1
+
+
+@lru_cache(1024)
+def _plan_project(b: int, tiles: int, d: int, k: int, tile: plan.Product, bias: bool, weighted: bool) -> Cut:
+    p, blocks = d // k, over(d, tile.columns)
+    return planned(
+        (b * tiles * blocks,),
+        D=d, K=k, P=p, RUN=min(p & -p, 16), SLOTS=min(k, _heads(tile.columns, p)), BLOCKS=blocks,
+        TOKENS=tile.tokens, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages,
+        BIAS=bias, WEIGHTED=weighted, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def finish(
+    energy: Tensor, mass: Tensor, gate: Tensor, active: Tensor, theta: Tensor | None, weight: Tensor, n: int, form: Form,
+    fold: bool,
+) -> Tensor:  # fmt: skip
+    """c (b, d) in float32, or the output weight of each sample (b, d, d)."""
+    b, tiles, k, p = energy.shape
+    made = torch.empty(b, *(k * p,) * (1 + fold), device=energy.device, dtype=weight.dtype if fold else F32)
+    into = (None, made) if fold else (made, None)
+    rest = (n, tiles, form.delta, form.sign, *weight.stride())
+    launch(finish_active_kernel, _plan_finish(form, b, p, fold), energy, mass, gate, active, theta, weight, *into, *rest)
+    return made
+
+
+@lru_cache(1024)
+def _plan_finish(form: Form, b: int, p: int, fold: bool) -> Cut:
+    k = form.num_heads
+    return planned(
+        (b, k, over(k * p, 64) if fold else 1),
+        D=k * p, K=k, P=p, WIDTH=plan.power_of_two(p), ROWS=64, DELTA=bool(form.delta), FOLD=fold, MODE=MODES[form.mode],
+        num_warps=8 if fold else 4,
+    )  # fmt: skip
+
+
+def project_out(
+    s: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor, active: Tensor, tile: plan.Product,
+    form: Form, weighted: bool, fold: bool,
+) -> Tensor:  # fmt: skip
+    """The update of the active heads, through the output weight (b, n, d)."""
+    b, n, d = s.shape
+    tiles = over(n, tile.tokens)
+    out = torch.empty_like(s)
+    cut = _plan_out(form, b, tiles, d, tile, bias is not None, weighted, fold)
+    given, strides = ((c, None), c.stride()[1:]) if fold else ((weight, c), weight.stride())
+    launch(out_active_kernel, cut, s, *given, bias, membership, active, out, n, tiles, *strides)
+    return out
+
+
+@lru_cache(1024)
+def _plan_out(form: Form, b: int, tiles: int, d: int, tile: plan.Product, bias: bool, weighted: bool, fold: bool) -> Cut:
+    k, blocks = form.num_heads, over(d, tile.columns)
+    p = d // k
+    return planned(
+        (b * tiles * blocks,),
+        D=d, K=k, P=p, RUN=min(p & -p, 16), SLOTS=min(k, _heads(tile.depth, p)), BLOCKS=blocks,
+        TOKENS=tile.tokens, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages,
+        BIAS=bias, WEIGHTED=weighted, FOLD=fold, MODE=MODES[form.mode], num_warps=tile.warps,
+    )  # fmt: skip

@@ -1,0 +1,49 @@
+"""The first line of a block as one kernel (`kernels.step`): z + drop_path(scale * operator(norm z)).
+
+Only where nobody can tell: the usual norm, operator and residual, nobody who listens to one of them, no dropout between them,
+and everything in the dtype of z. Whether the kernels serve is for `kernels.step` to say.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from dmst.kernels import compute_dtype, plan
+from dmst.kernels import step as kernel
+from dmst.models.residual import Residual
+from dmst.operators import Operator
+from dmst.operators.family import TokenStatistics
+
+
+def step(norm: nn.LayerNorm, operator: Operator, residual: Residual, z: Tensor, grid: tuple[int, int] | None) -> Tensor:
+    assert isinstance(operator, TokenStatistics)
+    operator.check(z)
+    given, around = (norm.weight, norm.bias, norm.eps, operator.weights(), operator.form), (residual.scale, residual.draw(z))
+    return kernel.residual_step(z, *given, scale=around[0], keep=around[1], grid=grid)
+
+
+def serves(norm: nn.LayerNorm, operator: Operator, residual: Residual, z: Tensor) -> bool:
+    if not plan.STEPS or not isinstance(operator, TokenStatistics) or not _usual(norm, operator, residual):
+        return False
+    drop = operator.proj_drop
+    if (drop.p and drop.training) or _has_any_global_hook() or any(map(_is_hooked, (norm, operator, residual, drop))):
+        return False
+    held = {x.dtype for x in (norm.weight, norm.bias, residual.scale, operator.subspace.weight) if x is not None}
+    return held == {z.dtype} and kernel.serves(z, operator.form, compute_dtype(z))
+
+
+def _usual(norm: nn.LayerNorm, operator: TokenStatistics, residual: Residual) -> bool:
+    """The parts that a block is made with, no subclass with ideas of its own; and no silent heads to leave out."""
+    mine = type(operator)
+    own = mine.forward is not TokenStatistics.forward or mine.weights is not TokenStatistics.weights
+    skips = operator.skip_silent and not torch.is_grad_enabled()
+    whole = type(norm) is nn.LayerNorm and norm.bias is not None and norm.normalized_shape == (operator.dim,)
+    return whole and type(residual) is Residual and not (own or skips)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Or has a forward of its own, as an object."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module)
