@@ -484,7 +484,6 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
     "an operator of its own": lambda block: setattr(block, "operator", Louder(24, 3)),
     "a forward of its own": lambda block: setattr(block.operator, "forward", block.operator.forward),
     "dropout": lambda block: setattr(block.operator.proj_drop, "p", 0.1),
-    "no heads that are silent": lambda block: setattr(block.operator, "skip_silent", True),
 }
 
 
@@ -495,6 +494,17 @@ def test_where_a_part_was_changed_it_is_not(change: Callable[[Block], Any], take
     with use_kernels("fused"):
         run(block)
     assert not taken
+
+
+def test_where_silent_heads_are_left_out_it_is_not_but_in_training(taken: list[int]) -> None:
+    block, z = block_of(), torch.randn(2, 6, 24)
+    block.operator.skip_silent = True
+    with use_kernels("fused"):
+        with torch.no_grad():
+            block(z)
+        assert not taken
+        block(z)
+    assert taken == [1]
 
 
 def test_where_somebody_looks_or_nothing_serves_it_is_not(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
