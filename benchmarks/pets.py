@@ -44,7 +44,7 @@ def run(weights: str, name: str, data_dir: str, limit: int) -> None:
     print(name, answers, flush=True)
     told = {
         "sample": images.name, "foreground": foreground(model, masked(images)).to_dict(), "right": answers,
-        "device": provenance.device_name(torch.device("cpu")), "versions": provenance.versions(),
+        "device": provenance.device_name(torch.device("cpu")), "versions": provenance.versions(), "commit": provenance.commit(),
     }  # fmt: skip
     (RESULTS / "pets" / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n")
 

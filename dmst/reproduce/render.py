@@ -27,7 +27,7 @@ def markdown(name: str, lines: Sequence[ledger.Line]) -> str:
         out += [f"| {a} | {b} | {difference(runs[a], runs[b]) or 'not run'} |" for a, b in table.pairs]
     for layer in table.layers:
         out += by_layer(layer, {cell.name: list(runs[cell.name].values()) for cell in table.cells})
-    return "\n".join([*out, "", *origin([line for each in runs.values() for line in each.values()]), ""])
+    return "\n".join([*out, "", *origin([line for each in runs.values() for line in each.values()], bool(table.layers)), ""])
 
 
 def row(cell: Cell, mine: dict[int, ledger.Line], against: dict[int, ledger.Line]) -> str:
@@ -82,7 +82,7 @@ def difference(mine: dict[int, ledger.Line], theirs: dict[int, ledger.Line]) -> 
     return f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f}, n = {len(gaps)})"
 
 
-def origin(lines: Sequence[ledger.Line]) -> list[str]:
+def origin(lines: Sequence[ledger.Line], by_layer: bool = False) -> list[str]:
     """One sentence for each way in which the runs were made."""
     ways = dict.fromkeys(
         f"{line['data']['name']}{', ' + line['data']['variant'] if line['data']['variant'] else ''}; {line['device']}, "
@@ -93,6 +93,6 @@ def origin(lines: Sequence[ledger.Line]) -> list[str]:
         return []
     minutes = sum(line["seconds"] for line in lines) / 60
     images = next((line["metrics"]["layers"]["images"] for line in lines if "layers" in line["metrics"]), None)
-    looked = [f"- By layer: the first {images} of the images that were judged, mean over the runs."] if images else []
+    looked = [f"- By layer: the first {images} of the images that were judged, mean over the runs."]
     shared = f"- {len(lines)} runs, {minutes:.1f} minutes of wall time summed over processes that shared the device."
-    return [f"- {way}." for way in ways] + looked + [shared]
+    return [f"- {way}." for way in ways] + (looked if images and by_layer else []) + [shared]
