@@ -29,6 +29,7 @@ from dmst import use_kernels
 from dmst.bench import timing
 from dmst.bench.parity import SETS
 from dmst.kernels import plan, reference
+from dmst.kernels.fused import skip
 from dmst.kernels.plan import Product
 from dmst.operators import DMSA
 
@@ -37,7 +38,6 @@ TILES = (  # tokens, columns, depth, warps, stages
     Product(64, 64, 64, 4, 4),
     Product(64, 128, 64, 4, 3),
     Product(64, 128, 64, 4, 4),
-    Product(64, 256, 64, 4, 3),
     Product(128, 64, 64, 4, 4),
     Product(128, 64, 64, 8, 4),
     Product(128, 128, 32, 8, 4),
@@ -82,8 +82,13 @@ def compare(ask: argparse.Namespace, shape: str, dim: int) -> Iterator[dict[str,
     floor, _ = milliseconds(both, tokens, ask.clock)
     for active in ask.active:
         layer = layer_of(dim, ask.heads, active, ask.mode, ask.device)
-        dense, usual = milliseconds(layer, tokens, ask.clock)
-        skipping, mine = skip_ms(layer, tokens, ask.clock)
+        try:
+            dense, usual = milliseconds(layer, tokens, ask.clock)
+            skipping, mine = skip_ms(layer, tokens, ask.clock)
+        except Exception as error:  # one shape that is refused costs the others nothing
+            print(f"{shape}, width {dim}, {active} active: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            skip._broken.clear()
+            continue
         differ = ((mine.float() - usual.float()).norm() / usual.float().norm()).item()
         yield {
             "batch": b, "tokens": n, "dim": dim, "heads": ask.heads, "active": active,
@@ -107,8 +112,6 @@ def sweep(ask: argparse.Namespace, shape: str, dim: int) -> Iterator[dict[str, A
                 times = [skip_ms(layer, tokens, ask.clock)[0] for layer in layers]
             except Exception as error:  # a tile that the device has no room for
                 print(f"  {product} {tuple(tile)}: {type(error).__name__} {str(error)[:200]}", flush=True)
-                from dmst.kernels.fused import skip
-
                 skip._broken.clear()
                 continue
             best = min(best, (sum(times), tile))

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = tuple(f"tests/test_device{which}.py" for which in ("_fused", "_gluon", "", "_models", "_training"))
+FILES = tuple(f"tests/test_device{which}.py" for which in ("_fused", "_gluon", "", "_models", "_training", "_active", "_step"))
 PYTEST = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "-q", "--tb=short"]
 PYTEST += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
 

@@ -144,7 +144,7 @@ def _plain_forward(
 ) -> tuple[Tensor, Normed, Kept]:
     y, mean, rstd = _norm(z, around, eps)
     update, kept = registered._plain_forward(y, scaled(weights, around.scale), form, factors, dtype)
-    return step.add(z, update, around.keep), Normed(y.to(dtype), mean.squeeze(-1), rstd.squeeze(-1)), kept
+    return step.add(z.contiguous(), update, around.keep), Normed(y.to(dtype), mean.squeeze(-1), rstd.squeeze(-1)), kept
 
 
 def _plain_backward(

@@ -166,7 +166,7 @@ def out_active_kernel(
     n, tiles, weight_row, weight_column,
     D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FOLD: tl.constexpr, MODE: tl.constexpr,
+    BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FOLD: tl.constexpr, MODE: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """With `FOLD` the weight is W_b (b, d, d). `WEIGHTED`: what is kept is pi s, and c alone is missing."""
     block, row = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
@@ -183,19 +183,34 @@ def out_active_kernel(
     depth = tl.arange(0, DEPTH)
     if FOLD:
         weight_ptr += sample * (D * D)
+    slots = tl.arange(0, ALL)
+    heads = tl.load(list_ptr + slots, mask=slots < count, other=0)
     out = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for start in tl.range(0, total, DEPTH, num_stages=STAGES):
         kept = start + depth
         inside = kept < total
         x = tl.load(s_ptr + at[:, None] * D + kept[None, :], mask=here[:, None] & inside[None, :], other=0.0)
-        origin = kept if FOLD else _origin(list_ptr, kept, total, P, RUN)
+        if FOLD:
+            origin = kept
+        else:
+            head = tl.sum(tl.where((kept // P)[:, None] == slots[None, :], heads[None, :], 0), 1)
+            origin = tl.max_contiguous(tl.multiple_of(head * P + kept % P, RUN), RUN)
         w = weight_ptr + column[None, :] * weight_row + origin[:, None] * weight_column
         w = tl.load(w, mask=inside[:, None] & real[None, :], other=0.0)
         if not FOLD:
             c = tl.load(factor_ptr + sample * D + kept, mask=inside, other=0.0)
             f = c[None, :]
             if not WEIGHTED:
-                f = weigh(_spread(list_ptr, membership_ptr + at * K, here, kept, start, count, SLOTS, P), f, MODE)
+                if SLOTS > MANY:
+                    pi = _spread(list_ptr, membership_ptr + at * K, here, kept, start, count, SLOTS, P)
+                else:
+                    pi = tl.zeros((TOKENS, DEPTH), tl.float32)
+                    for i in tl.static_range(SLOTS):
+                        slot = start // P + i
+                        one = tl.sum(tl.where(slots == slot, heads, 0), 0)
+                        mine = tl.load(membership_ptr + at * K + one, mask=here & (slot < count), other=0.0)
+                        pi = tl.where((kept // P == slot)[None, :], mine[:, None], pi)
+                f = weigh(pi, f, MODE)
             x = (f * x.to(tl.float32)).to(x.dtype)
         out = tl.dot(x, w, out, input_precision="ieee")
     if BIAS:

@@ -155,5 +155,5 @@ def _plan_out(form: Form, b: int, tiles: int, d: int, tile: plan.Product, bias: 
         (b * tiles * blocks,),
         D=d, K=k, P=p, RUN=min(p & -p, 16), SLOTS=min(k, _heads(tile.depth, p)), BLOCKS=blocks,
         TOKENS=tile.tokens, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages,
-        BIAS=bias, WEIGHTED=weighted, FOLD=fold, MODE=MODES[form.mode], num_warps=tile.warps,
+        BIAS=bias, WEIGHTED=weighted, FOLD=fold, MODE=MODES[form.mode], ALL=plan.power_of_two(k), num_warps=tile.warps,
     )  # fmt: skip
