@@ -57,12 +57,15 @@ def line(cell: str, seed: int, top1: float, **more: Any) -> dict[str, Any]:
 
 
 def test_every_cell_is_a_network_and_no_two_of_a_table_are_the_same() -> None:
+    networks = {}
     for name, table in TABLES.items():
         configs = [ledger.config_of(table.recipe_of(cell, 3)) for cell in table.cells]
         assert len(set(configs)) == len(configs), name
         assert {cell.against or table.against for cell in table.cells} <= {cell.name for cell in table.cells}
-        for cell in table.cells:
-            VisionModel(table.recipe_of(cell, 0).model_config(num_classes=10), device="meta")
+        found = [table.recipe_of(cell, 0).model_config(num_classes=10) for cell in table.cells]
+        networks |= {repr(config): config for config in found}
+    for config in networks.values():
+        VisionModel(config, device="meta")
     shared = {ledger.config_of(TABLES[name].recipe_of(cell, 0)) for name in ("gain", "gates") for cell in TABLES[name].cells}
     dmsa = ledger.config_of(TABLES["sparsity-cifar10"].recipe_of(TABLES["sparsity-cifar10"].cells[2], 0))
     assert dmsa in shared and len(shared) == len(TABLES["gain"].cells) + len(TABLES["gates"].cells) - 1

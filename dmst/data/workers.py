@@ -98,21 +98,25 @@ def read(samples: Samples, keys: Any, workers: int, device: torch.device) -> Ite
         pin_memory=device.type == "cuda",
     )
     batches = _without_handler(lambda: iter(loader))
-    while True:
-        try:
-            found = next(batches)
-        except StopIteration:
-            return
-        except (RuntimeError, OSError, EOFError) as error:
-            if not workers or not _says_that_one_died(error):
-                raise
-            raise DmstError(
-                f"a worker process that reads images has died ({str(error).strip() or type(error).__name__}). "
-                f"Mostly memory ran out: try fewer workers than {workers}, or look for the kernel's out-of-memory messages."
-            ) from error
-        if isinstance(found, list):
-            raise BadImageError(*found[0])
-        yield found.to(device, non_blocking=True)
+    try:
+        while True:
+            try:
+                found = next(batches)
+            except StopIteration:
+                return
+            except (RuntimeError, OSError, EOFError) as error:
+                if not workers or not _says_that_one_died(error):
+                    raise
+                raise DmstError(
+                    f"a worker process that reads images has died ({str(error).strip() or type(error).__name__}). "
+                    f"Mostly memory ran out: try fewer workers than {workers}, or look for the kernel's out-of-memory messages."
+                ) from error
+            if isinstance(found, list):
+                raise BadImageError(*found[0])
+            yield found.to(device, non_blocking=True)
+    finally:
+        if workers:  # now: left to the garbage collector, their queues may go first, and each is waited for five seconds
+            batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def _says_that_one_died(error: Exception) -> bool:
