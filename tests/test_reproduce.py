@@ -261,7 +261,7 @@ def test_a_compiled_network_with_stochastic_depth_is_checked_too(tiny: None, mon
         "run.compile=true",
         "model.options.drop_path_rate=0.5",
         "model.options.layer_scale=1.0",
-        "model.options.depth=6",
+        "model.options.depth=3",
     ]
     run.check_compiled(several.start(read_recipe("digits", changes), sets, group))
 
