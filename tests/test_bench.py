@@ -592,7 +592,7 @@ def test_the_compiler_is_asked_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda layer, **how: asked.append(how) or layer)
     monkeypatch.setattr(torch._dynamo, "reset", lambda: asked.append("reset"))
-    _, stops = measure._compile(nn.Linear(2, 2))
+    _, stops = measure.compile_layer(nn.Linear(2, 2))
     assert asked == ["reset", {"dynamic": False}]
     assert stops() == ""
     counters["graph_break"]["reason"] += 2

@@ -74,7 +74,7 @@ def _measured(task: Task, setting: Setting, known: Known) -> Row:
     twin = layers.exact(what, layer, setting.dim, heads)
     row: Row = {"active": layers.active_heads(twin, inputs[0][0].double(), heads)}
     if not judged.problem:
-        call, stops = _compile(layer) if task.mode == "compiled" else (layer, str)
+        call, stops = compile_layer(layer) if task.mode == "compiled" else (layer, str)
         parameters = list(layer.parameters())
 
         def step(turn: int) -> timing.Results:
@@ -132,7 +132,7 @@ def _memory(call: parity.Layer, step: timing.Step, own: list[Tensor], z: Tensor)
     return {"kept_mb": record.number(kept), "peak_mb": record.number(peak)}
 
 
-def _compile(layer: nn.Module) -> tuple[parity.Layer, Callable[[], str]]:
+def compile_layer(layer: nn.Module) -> tuple[parity.Layer, Callable[[], str]]:
     """The compiled layer, and a function that says afterwards how often the compiler had to stop."""
     import torch._dynamo
     from torch._dynamo.utils import counters

@@ -93,7 +93,7 @@ def _measure(task: Task, setting: Setting, row: Row) -> None:
     compiled = task.mode == "compiled"
     row["kernel"] = networks.kernel(model, device, dtype, compiled) if ours else "timm"
     images = _images(task.batch, networks.channels(task.what), task.pixels, device)
-    call, stops = measure._compile(model) if compiled else (model, str)
+    call, stops = measure.compile_layer(model) if compiled else (model, str)
     at = [timing.TIMERS[device.type, mode] for mode in MODES[task.mode]]
 
     model.eval()
