@@ -191,7 +191,7 @@ def test_each_pass_has_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("graph", "eager", "compiled"):
         monkeypatch.setitem(timing.TIMERS, ("cpu", name), timer(name))
-    monkeypatch.setattr(measure, "_compile", lambda model: (used.append("compile"), (model, lambda: "2 graph breaks"))[1])
+    monkeypatch.setattr(measure, "compile_layer", lambda model: (used.append("compile"), (model, lambda: "2 graph breaks"))[1])
     rows = [model_row.measured(DIGITS._replace(mode=mode), SETTING, {}) for mode in ("graph", "compiled")]
     assert used == ["graph", "eager", "compile", "compiled", "compiled"]
     assert [(row["inference"], row["training"]) for row in rows] == [(3000.0, 3000.0)] * 2  # 6 images in 2 ms
