@@ -39,12 +39,14 @@ class Block(nn.Module):
         self.feedforward = FEEDFORWARDS[config.feedforward](config, **factory)
 
     def forward(self, z: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        return self.feedforward(self.attend(z, grid), grid)
+
+    def attend(self, z: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """The first line."""
         parts = (self.norm, self.operator, self.residual)
         if in_one.serves(*parts, z):
-            z = in_one.step(*parts, z, grid)
-        else:
-            z = self.residual(z, self.operator(self.norm(z), grid=grid))
-        return self.feedforward(z, grid)
+            return in_one.step(*parts, z, grid)
+        return self.residual(z, self.operator(self.norm(z), grid=grid))
 
     def trace(self, z: Tensor, grid: tuple[int, int] | None = None) -> LayerTrace:
         """The same two lines, with what the operator computed beside them."""
