@@ -1,16 +1,25 @@
-"""The fused layer on 20 shapes, forward and backward, for NVIDIA's sanitizer to watch. It prints a line a shape.
+"""The fused kernels on 20 shapes, for NVIDIA's sanitizer to watch. It prints a line a shape.
 
-    compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
+    compute-sanitizer --tool memcheck  python benchmarks/sanitize.py [--ways eager stream step silent]
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py
+
+    eager     the layer, forward and backward, on the default stream, where fewer launches serve
+    stream    the same on a stream of its own, where CUDA graphs are recorded: the kernels for a busy device
+    step      a block's residual step, tokens in float32 under autocast
+    silent    the layer without its silent heads, forward alone
 
 Small: under the sanitizer a kernel takes a hundred times as long. Every route of docs/kernels.md is taken by some shape.
 """
 
 from __future__ import annotations
 
+import argparse
+
 import torch
+from torch import Tensor
 
 import dmst
+from dmst.kernels import plan, step
 
 # samples, tokens, width, heads; odd ones, one token, short and long samples, narrow and wide heads
 SHAPES = [
@@ -20,6 +29,7 @@ SHAPES = [
     (9, 100, 72, 9),
 ]  # fmt: skip
 FORMS = ("dmsa:listing", "dmsa:proximal", "tssa")
+WAYS = ("eager", "stream", "step", "silent")
 
 
 def layer_of(form: str, d: int, k: int, dtype: torch.dtype) -> torch.nn.Module:
@@ -28,19 +38,46 @@ def layer_of(form: str, d: int, k: int, dtype: torch.dtype) -> torch.nn.Module:
     return dmst.operators.create(name, d, k, device="cuda", dtype=dtype, **options)
 
 
+def backward(out: Tensor, z: Tensor) -> None:
+    out.backward(torch.randn_like(out))
+    assert z.grad is not None and torch.isfinite(z.grad).all()
+
+
+def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype) -> None:
+    layer = layer_of("dmsa:listing" if way == "silent" else form, d, k, dtype)
+    z = torch.randn(b, n, d, device="cuda", dtype=dtype, requires_grad=True)
+    if way == "silent":
+        layer.skip_silent = True
+        with torch.no_grad():
+            assert torch.isfinite(layer(z)).all()
+        return
+    if way == "step":
+        norm = (torch.ones(d, device="cuda", dtype=dtype), torch.zeros(d, device="cuda", dtype=dtype), 1e-6)
+        scale = torch.full((d,), 0.5, device="cuda", dtype=dtype, requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32 and d % 16 == 0):
+            backward(step.residual_step(z, *norm, layer.weights(), layer.form, scale=scale), z)
+        return
+    side = torch.cuda.Stream() if way == "stream" else torch.cuda.current_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        backward(layer(z), z)
+
+
 def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    ask = asked.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/sanitize.py needs a CUDA device.")
-    for number, (b, n, d, k) in enumerate(SHAPES):
-        form, dtype = FORMS[number % len(FORMS)], torch.float32 if number % 4 == 3 else torch.bfloat16
-        layer = layer_of(form, d, k, dtype)
-        z = torch.randn(b, n, d, device="cuda", dtype=dtype, requires_grad=True)
-        with dmst.use_kernels("fused"):
-            out = layer(z)
-            out.backward(torch.randn_like(out))
-        torch.cuda.synchronize()
-        assert z.grad is not None and torch.isfinite(z.grad).all()
-        print(f"{number + 1} of {len(SHAPES)}: {b} x {n} x {d}, {k} heads, {form}, {dtype}", flush=True)
+    plan.STEPS = True
+    for way in ask.ways:
+        for number, (b, n, d, k) in enumerate(SHAPES):
+            wide = number % 4 == 3 or (way == "step" and number % 2 == 0)
+            form, dtype = FORMS[number % len(FORMS)], torch.float32 if wide else torch.bfloat16
+            with dmst.use_kernels("fused"):
+                run(way, form, b, n, d, k, dtype)
+            torch.cuda.synchronize()
+            print(f"{way}, {number + 1} of {len(SHAPES)}: {b} x {n} x {d}, {k} heads, {form}, {dtype}", flush=True)
 
 
 if __name__ == "__main__":

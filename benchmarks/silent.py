@@ -46,6 +46,15 @@ TILES = (  # tokens, columns, depth, warps, stages
     Product(128, 128, 64, 8, 4),
     Product(128, 256, 64, 8, 3),
 )
+SHORTS = tuple(  # tokens (as many as there are), columns, out, depth, warps, stages
+    plan.Short(256, columns, out, depth, warps, stages)
+    for columns, out, depth, warps, stages in (
+        (64, 128, 64, 8, 3), (64, 128, 64, 8, 2), (64, 64, 64, 8, 3), (64, 64, 64, 8, 2), (32, 64, 64, 8, 2),
+        (32, 64, 64, 8, 3),
+        (64, 128, 32, 8, 4), (128, 128, 64, 16, 3), (64, 128, 64, 16, 3), (128, 128, 64, 8, 2), (128, 128, 32, 16, 4),
+        (64, 128, 128, 8, 2), (64, 64, 64, 4, 2), (32, 32, 64, 8, 2),
+    )
+)  # fmt: skip
 BAR = 1e-2  # relative, between the two outputs: each is within 5e-3 of float64
 
 
@@ -103,6 +112,9 @@ def sweep(ask: argparse.Namespace, shape: str, dim: int) -> Iterator[dict[str, A
     b, n = map(int, shape.split("x"))
     tokens = [torch.randn(b, n, dim, device=ask.device, dtype=torch.bfloat16) for _ in range(SETS)]
     layers = [layer_of(dim, ask.heads, active, ask.mode, ask.device) for active in ask.active]
+    if plan.short(n, dim, torch.bfloat16) is not None:
+        yield from sweep_short(ask, b, n, dim, layers, tokens)
+        return
     first, second = plan.active(n, dim, torch.bfloat16)
     for product in ("first", "second"):
         best: tuple[float, Product] = (math.inf, first)
@@ -119,6 +131,22 @@ def sweep(ask: argparse.Namespace, shape: str, dim: int) -> Iterator[dict[str, A
             yield row | {"skipping_ms": times}
         first, second = (best[1], second) if product == "first" else (first, best[1])
     yield {"batch": b, "tokens": n, "dim": dim, "active": ask.active, "best": [list(first), list(second)]}
+
+
+def sweep_short(
+    ask: argparse.Namespace, b: int, n: int, dim: int, layers: list[DMSA], tokens: list[Tensor]
+) -> Iterator[dict[str, Any]]:
+    """The tiles of a program that has a whole sample."""
+    for tile in SHORTS:
+        plan.SHORT = [(n, tile)]
+        try:
+            times = [skip_ms(layer, tokens, ask.clock)[0] for layer in layers]
+        except Exception as error:  # a tile that the device has no room for
+            print(f"  whole {tuple(tile)}: {type(error).__name__} {str(error)[:200]}", flush=True)
+            skip._broken.clear()
+            continue
+        row = {"batch": b, "tokens": n, "dim": dim, "active": ask.active, "product": "whole", "tile": list(tile)}
+        yield row | {"skipping_ms": times}
 
 
 def told(row: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@
     exported()      of these, the ones whose graph somebody else will read: plain operators only
     dispatched()    a dispatch mode (fake tensors, make_fx, a FLOP counter): tensors may have no values to read
     recorded(x)     a CUDA graph is recorded where x is: nothing has a value yet
+    nobody()        none of the first four, asked at once: plain eager execution, where each question costs the host
 
 Plain eager execution answers no every time. Each asks PyTorch's private state, so they are asked in this one file.
 """
@@ -53,6 +54,12 @@ for _question in (_within_transforms, _within_levels, _exporting):
 
 def dispatched() -> bool:
     return not torch.compiler.is_compiling() and is_in_torch_dispatch_mode()
+
+
+def nobody() -> bool:
+    return not (
+        torch.compiler.is_compiling() or _exporting() or torch._C._is_tracing() or is_in_torch_dispatch_mode() or transformed()
+    )
 
 
 def recorded(x: torch.Tensor) -> bool:

@@ -20,9 +20,19 @@ class Products:
         return True
 
     @staticmethod
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(
+        x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, keep: Tensor | None = None
+    ) -> Tensor:
         assert bias is None or bias.is_contiguous()  # a kernel has its address alone
-        return nn.functional.linear(x, weight, bias)
+        return Products._onto(nn.functional.linear(x, weight, bias), residual, keep)
+
+    @staticmethod
+    def _onto(out: Tensor, residual: Tensor | None, keep: Tensor | None) -> Tensor:
+        if residual is None:
+            return out
+        assert residual.shape == out.shape and residual.is_contiguous()
+        assert keep is None or keep.shape == (out.shape[0], 1, 1)
+        return (widened(residual) + (1 if keep is None else widened(keep)) * widened(out)).to(residual.dtype)
 
     @staticmethod
     def project(x: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,10 +44,12 @@ class Products:
         return (membership[..., None] * s).to(x.dtype).flatten(2), energy, mass
 
     @staticmethod
-    def fold_out(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+    def fold_out(
+        x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor | None = None, keep: Tensor | None = None
+    ) -> Tensor:
         assert bias is None or bias.is_contiguous()
         out = x @ weights.mT
-        return out if bias is None else out + bias
+        return Products._onto(out if bias is None else out + bias, residual, keep)
 
 
 class Resident:

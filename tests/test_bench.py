@@ -540,6 +540,18 @@ def test_eager_times_each_call_and_waits_for_it(paper: Paper) -> None:
     assert (timed.median, timed.spread) == (2.0, 0.0)
 
 
+def test_recorded_marks_every_call_and_keeps_a_copy(paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm calls too; the memory of the last results is the graph's."""
+    own = torch.zeros(3)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: paper.diary.append(("marked", 0)))
+    timed = timing.recorded(lambda turn: (own.copy_(*paper.step(turn)),))
+    assert timed.times == [2.0] * timing.REPEATS
+    names = [what for what, _ in paper.diary]
+    assert names == ["marked", "called"] * timing.WARM + ["marked", "called", "waited"] * timing.REPEATS
+    own.fill_(7)
+    assert timed.last[0].tolist() == [0, 0, 0]
+
+
 def test_a_graph_is_warmed_on_the_side_and_holds_every_set(paper: Paper) -> None:
     def step(turn: int) -> tuple[torch.Tensor, ...]:
         paper.results = paper.step(turn)  # type: ignore[attr-defined]
@@ -593,10 +605,13 @@ def test_the_compiler_is_asked_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda layer, **how: asked.append(how) or layer)
     monkeypatch.setattr(torch._dynamo, "reset", lambda: asked.append("reset"))
     _, stops = measure.compile_layer(nn.Linear(2, 2))
-    assert asked == ["reset", {"dynamic": False}]
+    measure.compile_layer(nn.Linear(2, 2), "reduce-overhead")
+    assert asked == ["reset", {"dynamic": False, "mode": None}, "reset", {"dynamic": False, "mode": "reduce-overhead"}]
     assert stops() == ""
     counters["graph_break"]["reason"] += 2
     assert stops() == "2 graph breaks"
+    counters["inductor"]["cudagraph_skips"] += 1
+    assert stops() == "2 graph breaks, 1 not recorded"
     counters.clear()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,10 +52,10 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def made_up(changed: str = "", **changes: Any) -> list[record.Row]:
-    """Rows of a device that keeps every promise; `changes` are laid over the rows of one network."""
+def made_up(changed: str = "", modes: Sequence[str] = tuple(model_plan.MODES), **changes: Any) -> list[record.Row]:
+    """Rows of a device that keeps every promise; `changes` are laid over the rows of one network in these modes."""
     rows = []
-    for mode, pixels, batch in (("compiled", 224, 256), ("graph", 1024, 12)):
+    for mode, pixels, batch in (("compiled", 224, 256), ("recorded", 224, 256), ("graph", 1024, 12)):
         for what, (inference, training, peak) in SEEN.items():
             row = dict.fromkeys(model_row.KEYS) | {
                 "what": what,
@@ -64,9 +64,10 @@ def made_up(changed: str = "", **changes: Any) -> list[record.Row]:
                 "pixels": pixels,
                 "dtype": "bfloat16",
             }
-            row |= {"inference": inference / pixels, "training": training / pixels, "peak_mb": peak, "error": 8e-3}
+            row |= {"inference": inference / pixels, "training": training / pixels, "error": 8e-3}
+            row["peak_mb"] = None if mode == "recorded" else peak
             row |= {"kernel": "fused" if "dms" in what else "torch", "versions": {"torch": "2"}, "commit": "x"}
-            rows.append(row | changes if what == changed else row)
+            rows.append(row | changes if what == changed and row["mode"] in modes else row)
     return rows
 
 
@@ -183,20 +184,85 @@ def test_what_was_timed_is_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_each_pass_has_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graph: inference replayed, training eager. Compiled: once for both, and what the compiler says is noted."""
+    """Graph: inference replayed, training eager. Compiled, recorded: once for both, and what the compiler says is noted."""
     used: list[str] = []
 
     def timer(name: str) -> Callable[[timing.Step], timing.Timed]:
         return lambda step: (used.append(name), timing.Timed([2.0, 2.0], step(0)))[1]
 
-    for name in ("graph", "eager", "compiled"):
+    def compiler(model: nn.Module, mode: str | None) -> tuple[nn.Module, Callable[[], str]]:
+        used.append(f"compile {mode}")
+        return model, lambda: "2 graph breaks"
+
+    for name in ("graph", "eager", "compiled", "recorded"):
         monkeypatch.setitem(timing.TIMERS, ("cpu", name), timer(name))
-    monkeypatch.setattr(measure, "compile_layer", lambda model: (used.append("compile"), (model, lambda: "2 graph breaks"))[1])
-    rows = [model_row.measured(DIGITS._replace(mode=mode), SETTING, {}) for mode in ("graph", "compiled")]
-    assert used == ["graph", "eager", "compile", "compiled", "compiled"]
-    assert [(row["inference"], row["training"]) for row in rows] == [(3000.0, 3000.0)] * 2  # 6 images in 2 ms
-    assert [row["note"] for row in rows] == [None, "2 graph breaks"]
-    assert rows[1]["kernel"] == "reference"  # what the compiler is given on a CPU
+    monkeypatch.setattr(measure, "compile_layer", compiler)
+    rows = [model_row.measured(DIGITS._replace(mode=mode), SETTING, {}) for mode in ("graph", "compiled", "recorded")]
+    assert used == [
+        "graph", "eager", "compile None", "compiled", "compiled", "compile reduce-overhead", "recorded", "recorded",
+    ]  # fmt: skip
+    assert [(row["inference"], row["training"]) for row in rows] == [(3000.0, 3000.0)] * 3  # 6 images in 2 ms
+    assert [row["note"] for row in rows] == [None, "2 graph breaks", "2 graph breaks"]
+    assert rows[1]["kernel"] == rows[2]["kernel"] == "reference"  # what the compiler is given on a CPU
+
+
+class Overwriting:
+    """torch.compile(mode="reduce-overhead") as far as its memory goes: a step's tensors are spoilt when the next one begins."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.diary: list[str] = []
+        self.alive: list[Tensor] = []
+        monkeypatch.setattr(torch, "compile", self.compile)
+        monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", self.begin)
+        for name in ("infer", "train"):
+            monkeypatch.setattr(model_parity, name, self.watched(name, getattr(model_parity, name)))
+
+    def compile(self, model: nn.Module, **how: Any) -> Callable[[Tensor], Tensor]:
+        assert how == {"dynamic": False, "mode": "reduce-overhead"}
+        return lambda images: model(images)  # not the network itself, by which the plain steps are called
+
+    def begin(self) -> None:
+        self.diary.append("begin")
+        while self.alive:
+            self.alive.pop().fill_(math.nan)
+
+    def watched(self, name: str, call: Callable[..., timing.Results]) -> Callable[..., timing.Results]:
+        def watching(network: Any, *asked: Any) -> timing.Results:
+            results = call(network, *asked)
+            if not isinstance(network, nn.Module):
+                self.diary.append(name)
+                self.alive += results
+            return results
+
+        return watching
+
+
+def test_recorded_results_are_kept_from_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is begun, what is judged is a copy, and a replayed step is not asked for its peak."""
+
+    def eager(step: timing.Step) -> timing.Timed:  # as on a device, less the events
+        last: timing.Results = ()
+        for turn in (1, 0, 2, 1, 0):
+            last = step(turn)
+        return timing.Timed([2.0, 2.0], last)
+
+    def spoilt(*asked: Any) -> Any:
+        memory.begin()  # whatever comes between timing and judging
+        memory.diary.pop()
+        return judge(*asked)
+
+    memory, judge = Overwriting(monkeypatch), model_parity.judge_gradients
+    monkeypatch.setattr(model_parity, "judge_gradients", spoilt)
+    monkeypatch.setattr(timing, "eager", eager)
+    monkeypatch.setitem(timing.TIMERS, ("cpu", "recorded"), timing.recorded)
+    row = model_row.measured(DIGITS._replace(mode="recorded"), SETTING, {})
+    assert memory.diary == ["begin", "infer"] * 5 + ["begin", "train"] * 5
+    assert row["failure"] is None
+    assert (row["mode"], row["inference"], row["training"], row["peak_mb"]) == ("recorded", 3000.0, 3000.0, None)
+    assert 0 < row["error"] < 1e-5 > row["gradient_error"] > 0
+    monkeypatch.setitem(timing.TIMERS, ("cpu", "recorded"), eager)  # without the copies it would be seen
+    row = model_row.measured(DIGITS._replace(mode="recorded"), SETTING, {})
+    assert row["failure"].startswith(record.PARITY)
 
 
 def test_a_small_gradient_has_no_bar_and_a_small_noise_is_not_the_bar() -> None:
@@ -210,6 +276,55 @@ def test_a_small_gradient_has_no_bar_and_a_small_noise_is_not_the_bar() -> None:
         assert judge(near | {name: exact[name] + value}, plain, exact, torch.float32, few=64).problem.startswith(
             f"{name} is off"
         )
+
+
+def test_images_at_a_kink_of_a_gate_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the derivative jumps, and rounding alone says to which side."""
+    right = torch.tensor([[0.5, -0.2], [0.5, 1e-4], [0.3, 0.2], [-1e-4, 0.4]])
+    noise = 1e-3 * torch.tensor([[1.0, -1.0], [-1.0, 1.0], [1.0, 1.0], [1.0, -1.0]])
+    far = right.flip(0).abs() + 1
+    zero = torch.zeros(4, 2)
+    answers = iter([[right, far], [right + noise, far + noise], [zero], [noise]])
+    monkeypatch.setattr(model_parity, "_slack", lambda *_: next(answers))
+    model, labels = networks.build("dmst_digits", 8, CPU), torch.arange(4)
+    assert model_parity.clear(model, torch.zeros(4), labels, torch.bfloat16).tolist() == [0, -100, 2, -100]
+    # all of them: then there is nothing else to judge
+    assert model_parity.clear(model, torch.zeros(4), labels, torch.bfloat16).tolist() == [0, 1, 2, 3]
+
+
+def test_the_slack_of_a_gate_is_the_gate_where_it_is_open() -> None:
+    model = networks.build("dmst_digits", 8, CPU).train()
+    images = 3 * torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    gates = []
+    gated = [block.operator for block in model.blocks]
+    looks = [
+        operator.register_forward_pre_hook(
+            lambda module, given, named: gates.append(module.decompose(*given, **named).gate), with_kwargs=True
+        )
+        for operator in gated
+    ]
+    slacks = model_parity._slack(model, images, torch.float32)
+    assert len(slacks) == len(gates) == len(gated) > 0
+    for slack, gate in zip(slacks, gates, strict=True):
+        torch.testing.assert_close(slack.clamp(min=0), gate, atol=1e-6, rtol=0)
+    assert all(len(operator._forward_pre_hooks) == 1 for operator in gated)  # it leaves none of its own
+    for look in looks:
+        look.remove()
+    assert model_parity._slack(networks.build("vit_digits", 8, CPU), images, torch.float32) == []
+
+
+@pytest.mark.parametrize("wrong", [0.9, 1.1])
+def test_a_tenth_of_one_gradient_is_seen_in_bfloat16(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `assign`, whose noise is what images at a kink would make of it."""
+
+    def off(grad: Tensor) -> Tensor:
+        return grad if kernels.choice.chosen() == "reference" else wrong * grad
+
+    task, setting = DIGITS._replace(batch=64), model_row.Setting(CPU, "bfloat16")
+    assert model_row.measured(task, setting, {})["failure"] is None
+    replaced(monkeypatch, lambda model: model.blocks[1].operator.assign.weight.register_hook(off))
+    failure = model_row.measured(task, setting, {})["failure"]
+    assert failure is not None and failure.startswith(f"{record.PARITY}: blocks.1.operator.assign.weight is off by")
 
 
 # --- what goes wrong is a row -------------------------------------------------------------------------------------------
@@ -289,10 +404,14 @@ def test_the_plan_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks, left = model_plan.plan("cuda")
     assert left == {}
     settings = [(task.mode, task.pixels, task.batch) for task in tasks]
-    first, second, third = ("compiled", 224, 256), ("graph", 512, 48), ("graph", 1024, 12)
-    assert settings == [first] * 4 + [second] * 5 + [third] * 5 + [first]  # what no target asks for is compiled last
-    assert [task.what for task in tasks[:4]] == list(networks.DEFAULT[:4])
-    assert tasks[-1].what == networks.TIMM_XCIT
+    both, second, third = [("compiled", 224, 256), ("recorded", 224, 256)], ("graph", 512, 48), ("graph", 1024, 12)
+    assert settings == both * 4 + [second] * 5 + [third] * 5 + both  # what no target asks for is compiled last
+    assert [task.what for task in tasks[:8]] == [what for what in networks.DEFAULT[:4] for _ in both]
+    assert {task.what for task in tasks[-2:]} == {networks.TIMM_XCIT}
+    turned, _ = model_plan.plan("cuda", sizes="512,224", only="dmst_small", modes="eager,recorded,compiled")
+    assert [(task.mode, task.pixels) for task in turned] == [
+        ("compiled", 224), ("recorded", 224), ("eager", 512), ("eager", 224), ("compiled", 512), ("recorded", 512),
+    ]  # fmt: skip
     some, _ = model_plan.plan("cuda", sizes="224,448", only="dmst_tiny", batch="7,3", modes="eager,compiled")
     assert [(task.mode, task.pixels, task.batch) for task in some] == [
         ("eager", 224, 7), ("eager", 448, 3), ("compiled", 224, 7), ("compiled", 448, 3),
@@ -313,8 +432,12 @@ def test_bad_options(tmp_path: Path) -> None:
     for bad in ({"sizes": "224,x"}, {"sizes": "0"}, {"batch": "1,2,3"}, {"batch": "-1"}):
         with pytest.raises(OptionError, match=r"whole numbers with commas|one for each of the"):
             models.measure_all(out=out, **bad)
-    with pytest.raises(OptionError, match="nothing is left to measure: mode graph: it needs a CUDA device"):
-        models.measure_all(out=out, only="dmst_digits", modes="graph")
+    for mode in ("graph", "compiled", "recorded"):
+        with pytest.raises(OptionError, match=f"nothing is left to measure: mode {mode}: it needs a CUDA device"):
+            models.measure_all(out=out, only="dmst_digits", modes=mode)
+    assert model_plan.plan("cpu", sizes="8", only="dmst_digits", modes="recorded,eager") == (
+        [DIGITS._replace(batch=4)], {"mode recorded": "it needs a CUDA device"},
+    )  # fmt: skip
     with pytest.raises(OptionError, match=r"vit_small at 100 pixels: .*multiple of the patch size 16"):
         models.measure_all(out=out, only="vit_small", sizes="100")
     assert not (tmp_path / "m.json").exists()
@@ -366,7 +489,8 @@ def test_rows_of_two_sizes_are_two_rows(tmp_path: Path) -> None:
 
 def test_targets_are_kept_and_missed(tmp_path: Path) -> None:
     points = acceptance.model_points(made_up())
-    assert len(points) == 5
+    assert [point.name.split(":")[0] for point in points] == ["compiled"] * 5 + ["recorded"] * 4
+    assert not any(point.name.startswith("recorded: peak") for point in points)  # which is not measured
     assert all(point.kept for point in points)
     assert run("bench", "models", "--check", written(tmp_path / "good.json", made_up()))[0] == 0
     for what, key, value, missed in (
@@ -374,7 +498,10 @@ def test_targets_are_kept_and_missed(tmp_path: Path) -> None:
         ("vit_small:dmsa", "peak_mb", 7_200, 2), ("dmst_small", "inference", 25_400 / 224, 3),
         ("dmst_small", "training", 9_400 / 224, 4),
     ):  # fmt: skip
-        rows = made_up(what, **{key: value})
+        rows = made_up(what, ("recorded",), **{key: value})
+        again = [] if key == "peak_mb" else [5 + missed - (missed > 2)]
+        assert [i for i, point in enumerate(acceptance.model_points(rows)) if not point.kept] == again
+        rows = made_up(what, ("compiled",), **{key: value})
         assert [i for i, point in enumerate(acceptance.model_points(rows)) if not point.kept] == [missed]
         code, text = run("bench", "models", "--check", written(tmp_path / "bad.json", rows))
         assert (code, text.count(" no ")) == (1, 1 + (missed != 2))  # the goal too, where there is one
@@ -383,12 +510,16 @@ def test_targets_are_kept_and_missed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [{"failure": "OutOfMemoryError: x"}, {"B": 128}, {"mode": "graph"}, {"dtype": "float16"}])
 def test_a_target_that_was_not_measured_is_missed(changes: dict[str, Any], tmp_path: Path) -> None:
     rows = made_up("vit_small", **changes)
-    assert [point.value for point in acceptance.model_points(rows)][:3] == [None] * 3
-    assert acceptance.model_points(rows)[4].kept
+    points = acceptance.model_points(rows)
+    assert [i for i, point in enumerate(points) if point.value is None] == [0, 1, 2, 5, 6]
+    assert points[4].kept
+    assert points[8].kept
     code, text = run("bench", "models", "--check", written(tmp_path / "m.json", rows))
     assert code == 1
     assert "not measured" in text
     assert not acceptance.model_applies([row for row in made_up() if row["pixels"] != 224])
+    for mode in ("compiled", "recorded"):
+        assert acceptance.model_applies([row for row in made_up() if row["mode"] == mode])
 
 
 def test_a_file_of_layers_is_refused(tmp_path: Path) -> None:
@@ -404,7 +535,12 @@ def test_tables_tell_ratios_and_failures(capsys: pytest.CaptureFixture[str]) -> 
 
     failed = {"failure": "parity failed: logits", "inference": None, "training": None, "peak_mb": None}
     tables = model_tables.summary(made_up("dmst_small", **failed))
-    assert len(tables) == 2
+    assert [str(table.title).split(", ", 3)[3] for table in tables] == [
+        "compiled; images a second", "compiled, replayed as CUDA graphs; images a second",
+        "inference by graph replay, training eager; images a second",
+    ]  # fmt: skip
+    console().print(tables[1])
+    assert "0.82" not in capsys.readouterr().out  # memory: recorded steps tell none
     console().print(tables[0])
     lines = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.count("│") > 4}
     assert "1.32, 1.29" in lines["vit_small:dmsa"]  # inference
@@ -418,12 +554,12 @@ def test_tables_tell_ratios_and_failures(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_readme_table(tmp_path: Path) -> None:
     rows = made_up()
     text = model_tables.markdown(rows)
-    assert "| network | 224 px, batch 256, compiled | 1024 px, batch 12, graph |" in text
-    assert "| ViT-S, softmax attention | 112 / 37.9 / 8,400 | 24.4 / 8.3 / 8,400 |" in text
-    assert "| ViT-S, DMSA in its place | 147 / 55.8 / 6,900 (1.32 / 1.47 / 0.82) |" in text
+    assert "| network | 224 px, batch 256, compiled | 224 px, batch 256, recorded | 1024 px, batch 12, graph |" in text
+    assert "| ViT-S, softmax attention | 112 / 37.9 / 8,400 | 112 / 37.9 | 24.4 / 8.3 / 8,400 |" in text
+    assert "| ViT-S, DMSA in its place | 147 / 55.8 / 6,900 (1.32 / 1.47 / 0.82) | 147 / 55.8 (1.32 / 1.47) |" in text
     assert text == model_tables.markdown(json.loads(json.dumps(rows[::-1])))  # by size, whatever was measured first
     failed = made_up("dmst_small", failure="parity failed: logits", inference=None)
-    assert "| DMST-S | parity failed | parity failed |" in model_tables.markdown(failed)
+    assert "| DMST-S | parity failed | parity failed | parity failed |" in model_tables.markdown(failed)
     assert "| `tost_small` | 112 /" in model_tables.markdown([rows[0] | {"what": "tost_small"}])
     readme, file = tmp_path / "README.md", written(tmp_path / "m.json", rows)
     readme.write_text(f"before\n{model_tables.BEGIN}\nold\n{model_tables.END}\nafter\n")
@@ -443,6 +579,11 @@ def test_the_figure_repeats_to_the_byte(tmp_path: Path) -> None:
         assert words in first.decode()
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
     assert model_figure.series(made_up(), "vit_small", "peak_mb") == [(224, 8400 / 256), (1024, 700.0)]
+    assert "compiled, batch 256" in first.decode()
+    assert "recorded" not in first.decode()  # a size is drawn in one mode
+    assert model_figure.drawn(made_up()[::-1]) == [row for row in made_up()[::-1] if row["mode"] != "recorded"]
+    some = [row | ({"failure": "x"} if row["mode"] == "compiled" else {}) for row in made_up()]
+    assert {row["mode"] for row in model_figure.drawn(some)} == {"recorded", "graph"}
     no_memory = [row | {"peak_mb": None} for row in made_up()]
     assert "not measured" in model_figure.draw(no_memory, tmp_path / "x")[0].read_text()
     with pytest.raises(OptionError, match="nothing to draw"):

@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="Triton is not installed (it is for Linux o
 
 from dmst.kernels.fused import skip
 from tests.test_fused import BF16, F16, F32, Layer
-from tests.test_fused_active import MODES, _no_fallback, attend, capped, check_active, gates
+from tests.test_fused_active import MODES, _no_fallback, attend, capped, check_active, gates, route
 
-__all__ = ["_no_fallback"]  # a fixture of every test here: a kernel that fell back would be the dense one
+__all__ = ["_no_fallback", "route"]  # fixtures of every test here: a kernel that fell back would be the dense one
 
 pytestmark = [
     pytest.mark.gpu,

@@ -118,6 +118,37 @@ def test_fold_out(d: int, p: int) -> None:
     repeats(lambda: (hopper.fold_out(x, weights, bias),))
 
 
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("stored", [F32, BF16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(256, 197, 384), (3, 197, 384), (5, 896, 384), (200, 128, 384), (1, 1, 256), (7, 256, 256), (70, 384, 64)],
+    ids=str,
+)
+def test_onto_z(shape: tuple, stored: torch.dtype, kept: bool) -> None:
+    """z + keep * the product, from its float32 sums: tiles of several samples, of few tokens; nothing else is written."""
+    b, n, d = shape
+    on_hopper(d, 16)
+    x, z, weight, bias = drawn(*shape), drawn(*shape, dtype=stored), drawn(d, d, size=d**-0.5), drawn(d)
+    keep = 1.25 * (torch.arange(b, device="cuda") % 3 > 0).float().view(b, 1, 1) if kept else None
+    bar, before = BAR[BF16] if stored == BF16 else 3e-6, z.clone()
+    ways: list[tuple[Callable[..., Tensor], Tensor]] = [(hopper.product, weight)]
+    if n % 128 == 0:
+        ways.append((hopper.fold_out, drawn(b, d, d, size=d**-0.5)))
+    for make, given in ways:
+        for added in (bias, None):
+            found = make(x, given, added, z, keep)
+            assert found.dtype == stored
+            near(found, Products._onto(exact(x, given, added), *_wide(z, keep)), bar)
+        repeats(lambda make=make, given=given: (make(x, given, bias, z, keep),))
+    assert torch.equal(z, before)
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = x.double() @ weight.double().mT
+    return out if bias is None else out + bias.double()
+
+
 # --- samples in shared memory -----------------------------------------------------------------------------------------
 
 LENGTHS = (1, 2, 15, 16, 17, 64, 100, 196, 197, 256, 300)

@@ -23,7 +23,7 @@ from tests.cases import label, relative
 
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
 
-from dmst.kernels.fused import calls, layer, skip
+from dmst.kernels.fused import calls, casts, layer, skip
 from tests.test_fused import F16, F32, LAST_GRID, Layer, _Counted, _Poisoned, check, draw, guarded, quicken, strided
 
 pytestmark = [
@@ -43,6 +43,18 @@ def _quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         quicken(patch)
         yield
+
+
+@pytest.fixture(autouse=True, params=["tiles", "whole samples"])
+def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A program has some tokens of a sample and some columns, or, as of short samples, everything (short.py)."""
+    if request.param == "tiles":
+        monkeypatch.setattr(plan, "SHORT", [])
+    return request.param
+
+
+tiles_alone = pytest.mark.parametrize("route", ["tiles"], indirect=True)
+whole_alone = pytest.mark.parametrize("route", ["whole samples"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +134,7 @@ def test_float16(mode: str) -> None:
         assert check_active(made, F16, 2).dtype == F16
 
 
+@tiles_alone
 @pytest.mark.parametrize("mode", ["listing", "proximal"])
 def test_tiles_of_every_size(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads across two blocks of columns, blocks of many heads, odd channels; tiles that end with a sample and that do not."""
@@ -141,6 +154,15 @@ def test_layouts_of_tokens_and_weights() -> None:
         assert relative(attend(made._replace(weights=weights)), attend(made)) < 1e-6
 
 
+@whole_alone
+@pytest.mark.parametrize("mode", ["listing", "proximal"])
+def test_whole_samples_by_tiles_of_every_size(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns, out, depth in ((16, 16, 16), (64, 32, 32)):
+        monkeypatch.setattr(plan, "SHORT", [(64, plan.Short(64, columns, out, depth, 4, 2))])
+        for shape, active in (((1, 33, 60, 5), 3), ((1, 20, 36, 12), 5)):
+            check_active(capped(shape, active, mode=mode), F32, active)
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +173,7 @@ class _Spoiled(_Poisoned):
         return super()._fill(made) if made.is_floating_point() else made.fill_(10**9)
 
 
+@tiles_alone
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("n", [9, 50])
 def test_silent_heads_are_neither_written_nor_read(mode: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +193,28 @@ def test_silent_heads_are_neither_written_nor_read(mode: str, n: int, monkeypatc
     for x, size in ((s, 12), (energy.flatten(2), 12), (mass, 2), (c, 12)):
         assert not x[..., :size].isnan().any()
         assert x[..., size:].isnan().all()
+
+
+@whole_alone
+@pytest.mark.parametrize("mode", MODES)
+def test_whole_samples_leave_silent_heads_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where a program has a whole sample; silent columns of the update stay NaN, as do silent rows of the weights."""
+    made = capped((3, 9, 24, 4), 2, mode=mode)
+    right, seen, updates = attend(made), [], []
+    for module in (layer, calls, skip):
+        monkeypatch.setattr(module, "torch", _Spoiled(seen))
+    inner = skip.launch
+
+    def watch(kernel: Any, cut: Any, *args: Any) -> Any:
+        if kernel is skip.short_kernel:
+            updates.append(args[9])
+        return inner(kernel, cut, *args)
+
+    monkeypatch.setattr(skip, "launch", watch)
+    assert torch.equal(attend(made.map(guarded)), right)
+    assert len(updates) == 1
+    assert not updates[0][..., :12].isnan().any()
+    assert updates[0][..., 12:].isnan().all()
 
 
 def test_a_nan_stays_in_its_sample_and_shows() -> None:
@@ -206,9 +251,9 @@ def test_bits_repeat_and_samples_are_alone(mode: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # to ask how it is aligned
 @pytest.mark.parametrize("shape", [(1, 3_000_000, 1024, 8), (100_000, 1, 64, 8)], ids=str)
-def test_grids_fit_the_device(shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grids_fit_the_device(shape: tuple, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, tuple[int, ...]]] = []
-    for module in (calls, skip):
+    for module in (calls, skip, casts):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, _Counted(name, seen))
     b, n, d, k = shape
@@ -218,7 +263,7 @@ def test_grids_fit_the_device(shape: tuple, monkeypatch: pytest.MonkeyPatch) -> 
         z = torch.empty(b, n, d, dtype=torch.bfloat16)
         factors = rotary.factors("1d", d, n, None, step=plan.STEP, device=z.device, dtype=F32)
         assert skip.forward(z, weights, operator.form, factors, torch.bfloat16).shape == z.shape
-    assert len(seen) >= 5
+    assert len(seen) >= 5 - (route != "tiles")
     for name, (first, *rest) in seen:
         assert first < 2**31, (name, first)
         assert max(rest, default=1) <= LAST_GRID, (name, rest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,7 +36,8 @@ pytest.importorskip("triton", reason="Triton is not installed (it is for Linux o
 from dmst.kernels import registered, registered_step
 from dmst.kernels.fused import layer
 from dmst.kernels.fused import step as fused_step
-from tests.test_fused import BF16, F16, F32, F64, draw, guarded, poison, quicken
+from tests.standins import Products
+from tests.test_fused import BF16, F16, F32, F64, draw, guarded, poison, quicken, weigh_early
 
 pytestmark = [
     pytest.mark.skipif(
@@ -183,6 +185,31 @@ def test_parity_of_other_forms(case: tuple, monkeypatch: pytest.MonkeyPatch) -> 
     check(fused(made), made)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_the_output_product_adds(case: tuple, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of Hopper, by sample or not: one product of the step is made onto z. It is plain torch here."""
+    weigh_early(monkeypatch)
+    onto = []
+
+    def spy(make: Callable[..., Tensor], *args: Any) -> Tensor:
+        onto.append(args[3:])
+        return make(*args)
+
+    for name in ("product", "fold_out"):
+        monkeypatch.setattr(Products, name, staticmethod(partial(spy, getattr(Products, name))))
+    made = draw_step(case, SMALL, keep=keep).map(guarded)
+    spoil(monkeypatch)
+    check(fused(made), made)
+    assert [torch.equal(args[0], made.z) and args[1] is made.keep for args in onto if args] == [True]
+    low = draw_step(case, SMALL, BF16, keep=keep)
+    assert relative(fused(low, BF16)["output"], plain(low.map(Tensor.double), F64)["output"]) < 2 * BARS[BF16][0]
+    onto.clear()
+    monkeypatch.setattr(plan, "ONTO", False)
+    check(fused(made), made)
+    assert onto and not any(onto)
+
+
 @pytest.mark.parametrize("scale", ["vector", "one", "none"])
 @pytest.mark.parametrize("case", [LISTING, EQUATION], ids=label)
 def test_scales(case: tuple, scale: str) -> None:
@@ -261,7 +288,7 @@ def test_the_scores_are_those_of_tokens_that_were_not_rounded(monkeypatch: pytes
     monkeypatch.setattr(layer, "forward", spy)
     made = draw_step(LISTING, SMALL, BF16)
     normed, scored = fused_step.norm_score(
-        made.z, fused_step.Around(*made[1:5]), EPS, made.weights, made.form, factors_of(made), BF16
+        made.z, fused_step.Around(*made[1:4], None, made.keep), EPS, made.weights, made.form, factors_of(made), BF16
     )
     y = nn.functional.layer_norm(made.z.double(), (48,), made.norm_weight.double(), made.norm_bias.double(), EPS)
     wide = made.map(Tensor.double)
@@ -333,19 +360,34 @@ def test_a_nan_stays_in_its_sample() -> None:
 # --- what PyTorch knows of it -----------------------------------------------------------------------------------------
 
 
-def arguments(made: Step) -> tuple[Any, ...]:
+def arguments(made: Step, pending: Tensor | None = None) -> tuple[Any, ...]:
     factors = factors_of(made) if made.weights.assign is not None else None
-    return (*made[:5], *made.weights, *registered._tables(factors), EPS, made.form.text, registered._step(factors), F32)
+    return (
+        *made[:4],
+        pending,
+        made.keep,
+        *made.weights,
+        *registered._tables(factors),
+        EPS,
+        made.form.text,
+        registered._step(factors),
+        F32,
+    )
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("case", [LISTING, ("tssa", {})], ids=label)
-def test_opcheck(case: tuple) -> None:
+def test_opcheck(case: tuple, late: bool) -> None:
     made = draw_step(case, (2, 6, 24, 3))
     moving = made.map(lambda x: x.clone().requires_grad_())
-    opcheck(torch.ops.dmst.step.default, arguments(moving._replace(keep=made.keep)))
-    *tensors, eps, text, length, dtype = arguments(made)
+    pending = torch.randn(2, 6, 24) if late else None
+    opcheck(
+        torch.ops.dmst.step.default,
+        arguments(moving._replace(keep=made.keep), pending.clone().requires_grad_() if pending is not None else None),
+    )
+    *tensors, eps, text, length, dtype = arguments(made, pending)
     _, *kept = torch.ops.dmst.step(*tensors, eps, text, length, dtype)
-    there = [True, True, True, True, *(w is not None for w in made.weights)]
+    there = [True, True, True, True, late, *(w is not None for w in made.weights)]
     given = (made.grad, *tensors, *kept, there, eps, text, length, dtype)
     opcheck(torch.ops.dmst.step_backward.default, given)
 
@@ -528,12 +570,6 @@ def test_where_somebody_looks_or_nothing_serves_it_is_not(taken: list[int], monk
         monkeypatch.setattr(plan, "WIDEST_NORM", 16)
         block(z)
     assert taken == [1]
-
-
-def test_it_is_off_until_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert not plan.STEPS
-    assert not plan.step(384, BF16)
 
 
 def test_a_compiled_block_is_one_graph() -> None:

@@ -378,6 +378,8 @@ def test_kernels_in_gluon_and_their_descriptors(machine: Machine) -> None:
     hopper = pytest.importorskip("dmst.kernels.fused.hopper")
     x = torch.zeros(5, 32, 128, dtype=torch.bfloat16)
     assert hopper._pieces(x, 128) == described(x, [160, 128], [128, 1], [64, 64], swizzled)  # made without its checks
+    z = x.float()
+    assert hopper._pieces(z, 128) == described(z, [160, 128], [128, 1], [64, 32], layouts(128, 32, 2))
     first = box()
     known = call(kernel, changed={0: first})
     assert machine.asked == 1

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 from dmst.errors import OptionError
 from dmst.models import ModelConfig, model_config
 from dmst.models.class_attention import ClassAttentionBlock
-from dmst.models.feedforward import Ista, LocalStep, MlpStep
+from dmst.models.feedforward import FEEDFORWARDS, Ista, LocalStep, MlpStep
+from dmst.models.linear import Linear
 from dmst.models.positions import FourierPosition, LearnedPosition
 from dmst.models.residual import Residual
-from dmst.models.stems import STEMS, ConvStem
+from dmst.models.stems import STEMS, ConvStem, ImageConv
 from tests.cases import relative
 from tests.networks import (
     F64,
@@ -168,7 +171,7 @@ def test_class_attention() -> None:
             x.add_(torch.randn_like(x), alpha=0.3)
     b, n, d, p = 2, 6, 24, 8
     x = torch.randn(b, 1 + n, d, dtype=F64)
-    found = block(x).detach()
+    found = torch.cat(block(x[:, :1], x[:, 1:]), 1).detach()
     block.requires_grad_(False)
 
     def norm(z: Tensor, layer: nn.LayerNorm) -> Tensor:
@@ -194,6 +197,66 @@ def test_class_attention() -> None:
         torch.testing.assert_close(found[i, 1:], 2 * patches, rtol=1e-10, atol=1e-10)
 
 
+def joined(block: ClassAttentionBlock, x: Tensor) -> Tensor:
+    """Class attention as the lineage writes it: on one tensor (b, 1 + n, d), with a q of every token."""
+    u = block.norm1(x)
+    q, k, v = (y.unflatten(-1, (block.num_heads, -1)).transpose(1, 2) for y in block.qkv(u).chunk(3, -1))
+    seen = F.scaled_dot_product_attention(q[:, :, :1], k, v).transpose(1, 2).flatten(2)
+    x = block.norm2(block.attention_residual(x, torch.cat((block.out(seen), u[:, 1:]), 1)))
+    return torch.cat((block.residual(x[:, :1], block.mlp(x[:, :1])), 2 * x[:, 1:]), 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"layer_scale": None}, {"qkv_bias": False}], ids=str)
+def test_class_attention_of_a_pair_is_that_of_the_joined_tokens(options: dict[str, Any]) -> None:
+    """Two blocks in a row: output and every gradient, whether the patches are read at the end or not."""
+    blocks = [ClassAttentionBlock(config(**options), dtype=F64) for _ in range(2)]
+    leaves = [x for block in blocks for x in block.parameters()]
+    with torch.no_grad():
+        for x in leaves:
+            x.add_(torch.randn_like(x), alpha=0.3)
+    cls, patches = torch.randn(2, 1, 24, dtype=F64, requires_grad=True), torch.randn(2, 6, 24, dtype=F64, requires_grad=True)
+    pair, whole = (cls, patches), torch.cat((cls, patches), 1)
+    for block in blocks:
+        pair, whole = block(*pair), joined(block, whole)
+    torch.testing.assert_close(torch.cat(pair, 1), whole, rtol=0, atol=1e-12)
+    grad = torch.randn_like(whole)
+    for read in (1, 7):
+        found, wanted = (
+            torch.autograd.grad((y * grad)[:, :read].sum(), [cls, patches, *leaves], retain_graph=True)
+            for y in (torch.cat(pair, 1), whole)
+        )
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert relative(ours, theirs) < 1e-12
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["", "autocast"])
+def test_class_attention_compiled_masks_no_tokens(amp: bool) -> None:
+    """In training the tokens are joined once a block, for k and v, and taken apart once: nothing else is 1 + n long."""
+    torch._dynamo.reset()
+    model = build(("dmst_tiny", {}), torch.float32, depth=1, readout_depth=2).train()
+    z = torch.randn(5, 6, 24, requires_grad=True)
+    met: dict[str, list[str]] = {"forward": [], "backward": []}
+
+    def look(way: str) -> Any:
+        def compiler(graph: torch.fx.GraphModule, _: list) -> Any:
+            for node in graph.graph.nodes:
+                value = node.meta.get("val")
+                if isinstance(value, Tensor) and value.shape[:2] == (5, 7) and value.ndim == 3:
+                    met[way].append(getattr(node.target, "__name__", str(node.target)).split(".")[0])
+                elif isinstance(value, Tensor) and value.shape[:2] == (5, 6):
+                    assert "scatter" not in str(node.target) and "select" not in str(node.target), node
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    backend = aot_autograd(fw_compiler=look("forward"), bw_compiler=look("backward"))
+    tail = torch.compile(lambda z: model.forward_head(model.finish(z, brief=True)), fullgraph=True, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        tail(z).float().square().sum().backward()
+    for way, others in (("forward", {"view", "getitem"}), ("backward", {"view"})):  # getitem: of k beside v
+        assert met[way].count("cat") == 2 and set(met[way]) == {"cat", *others}, met
+
+
 @pytest.mark.parametrize(
     ("patch", "widths", "strides"),
     [
@@ -207,7 +270,8 @@ def test_class_attention() -> None:
 def test_the_conv_stem(patch: int, widths: list[int], strides: list[int]) -> None:
     stem = ConvStem(config(patch_size=patch, img_size=16), dtype=F64)
     kinds = [type(layer) for layer in stem.layers]
-    assert kinds == ([nn.Conv2d, nn.BatchNorm2d, nn.GELU] * len(strides))[:-1]  # no activation after the last
+    wanted = [nn.Conv2d, nn.BatchNorm2d, nn.GELU] * len(strides)
+    assert kinds == [ImageConv, *wanted[1:-1]]  # no activation after the last
     layers = [layer for layer in stem.layers if isinstance(layer, nn.Conv2d)]
     assert [layer.in_channels for layer in layers] + [24] == widths
     assert [layer.stride for layer in layers] == [(s, s) for s in strides]
@@ -297,3 +361,63 @@ def test_the_mean_over_drop_paths(case: Case) -> None:
 def test_the_grid_of_a_config() -> None:
     assert model_config("dmst_tiny").grid == (14, 14) and model_config("dmst_tiny_patch8_224").grid == (28, 28)
     assert config().grid == GRID and config().prefix == 0 and config(readout="token").prefix == 1
+
+
+# --- LayerScale as a part of W2 ----------------------------------------------------------------------------------------
+
+
+def _step(kind: str) -> MlpStep:
+    torch.manual_seed(0)
+    step = FEEDFORWARDS[kind](config(dim=48, layer_scale=0.5, readout="mean"))
+    assert isinstance(step, MlpStep)
+    with torch.no_grad():
+        for parameter in step.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return step
+
+
+def _pulled(step: MlpStep, z: Tensor, low: bool) -> dict[str, Tensor]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        out = step(z, (4, 4))
+    names, parameters = zip(*step.named_parameters(), strict=True)
+    pull = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return dict(zip(("out", *names), (out, *torch.autograd.grad(out, parameters, pull)), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "local"])
+def test_in_bfloat16_the_scale_goes_with_the_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same function as near to float64 as before; the products see the scaled weight."""
+    step, z = _step(kind), torch.randn(3, 16, 48)
+    exact = _pulled(copy.deepcopy(step).double(), z.double(), low=False)
+    found = _pulled(step, z, low=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlpStep, "scales_weight", lambda self, z: False)
+        apart = _pulled(step, z, low=True)
+    assert any(not torch.equal(found[name], apart[name]) for name in exact)
+    for name, right in exact.items():
+        assert relative(found[name].double(), right) < max(1.5 * relative(apart[name].double(), right), 6e-3), name
+
+
+@pytest.mark.parametrize("why", ["float32", "float16", "hook", "a linear map of one's own"])
+def test_elsewhere_the_scale_stays_apart(why: str) -> None:
+    step, z = _step("mlp"), torch.randn(3, 16, 48)
+    low = {"float32": None, "float16": torch.float16}.get(why, torch.bfloat16)
+    if why == "hook":
+        step.mlp.fc2.register_forward_hook(lambda *_: None)
+    elif why == "a linear map of one's own":
+        step.mlp.fc2.__class__ = type("Mine", (Linear,), {})
+    with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
+        assert not step.scales_weight(z)
+    if why == "hook":
+        step.mlp.fc2._forward_hooks.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert step.scales_weight(z)
+
+
+def test_without_a_scale_the_weight_is_as_it_was() -> None:
+    step, z = _step("mlp"), torch.randn(3, 16, 48)
+    step.residual.scale = None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert step.scales_weight(z)
+        assert torch.equal(step(z), z + step.mlp(step.norm(z)))
+        assert torch.equal(step.update(z), step.mlp(step.norm(z)))

@@ -132,8 +132,8 @@ def _memory(call: parity.Layer, step: timing.Step, own: list[Tensor], z: Tensor)
     return {"kept_mb": record.number(kept), "peak_mb": record.number(peak)}
 
 
-def compile_layer(layer: nn.Module) -> tuple[parity.Layer, Callable[[], str]]:
-    """The compiled layer, and a function that says afterwards how often the compiler had to stop."""
+def compile_layer(layer: nn.Module, mode: str | None = None) -> tuple[parity.Layer, Callable[[], str]]:
+    """The layer compiled in a mode of torch.compile, and a function that says afterwards what the compiler could not do."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -141,10 +141,10 @@ def compile_layer(layer: nn.Module) -> tuple[parity.Layer, Callable[[], str]]:
     counters.clear()
 
     def stops() -> str:
-        count = sum(counters["graph_break"].values())
-        return f"{count} graph breaks" if count else ""
+        told = {"graph breaks": sum(counters["graph_break"].values()), "not recorded": counters["inductor"]["cudagraph_skips"]}
+        return ", ".join(f"{count} {what}" for what, count in told.items() if count)
 
-    compiled: Any = torch.compile(layer, dynamic=False)
+    compiled: Any = torch.compile(layer, dynamic=False, mode=mode)
     return compiled, stops
 
 
@@ -153,6 +153,7 @@ def recover(device: torch.device) -> None:
         return
     try:
         torch.cuda.synchronize()
+        torch.compiler.reset()  # until then graphs that the compiler recorded hold their memory
         torch.cuda.empty_cache()
     except Exception:  # the device is lost; the next rows will say so
         return

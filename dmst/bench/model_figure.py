@@ -1,6 +1,7 @@
 """Networks as images grow: images a second in inference and in training, and the memory of a training step, an image each.
 
-Lines are the networks of the default comparison; the first row of a network at a size counts. Equal rows give equal bytes.
+Lines are the networks of the default comparison. A size is drawn in one mode, the first of MODES that was measured there; in it
+the first row of a network counts. Equal rows give equal bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ LINES = (
     Style(TIMM_VIT, "", NAMES[TIMM_VIT], "#555555", "^", "--"),
     Style(TIMM_XCIT, "", NAMES[TIMM_XCIT], "#CC79A7", "v", "--"),
 )
+MODES = ("compiled", "graph", "recorded", "eager")  # recorded rows tell no memory
 PANELS = (
     ("inference", "images a second", "inference"),
     ("training", "images a second", "training"),
@@ -38,9 +40,19 @@ def series(rows: list[Row], what: str, key: str) -> list[tuple[int, float]]:
     return sorted(found.items())
 
 
+def drawn(rows: list[Row]) -> list[Row]:
+    """The rows of the mode that is drawn at their size."""
+    ranks: dict[int, int] = {}
+    for row in rows:
+        if row["failure"] is None:
+            ranks[row["pixels"]] = min(MODES.index(row["mode"]), ranks.get(row["pixels"], len(MODES)))
+    return [row for row in rows if ranks.get(row["pixels"]) == MODES.index(row["mode"])]
+
+
 def draw(rows: list[Row], stem: Path, device: str = "") -> list[Path]:
     """Write STEM.svg and STEM.png; returns their paths."""
     matplotlib, figures = need("matplotlib", "bench"), need("matplotlib.figure", "bench")
+    rows = drawn(rows)
     if not any(series(rows, style.what, key) for style in LINES for _, _, key in PANELS):
         raise OptionError("nothing to draw: no row of the networks in the figure holds a time.")
     with matplotlib.rc_context(figure.RULES):

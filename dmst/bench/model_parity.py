@@ -7,6 +7,12 @@
 Logits are those of the first IMAGES of the batch in evaluation mode; gradients are those of a whole training step, each tensor
 for itself. Distances are ||x - exact|| / ||exact||. The gradient of fewer than FEW numbers is a sum whose terms may cancel, and
 has no bar. timm's networks are not ours to judge.
+
+A sparsemax gate has a kink where a head opens: its derivative jumps there, and rounding decides on which side an image lies. In
+bfloat16 about 1 image in 15 of dmst_small at 224 pixels is on the other side in one block or another. One such image moves the
+gradient of that block's `assign` by about 2 % in a batch of 192, at most 8 %, and the plain steps themselves are off by up to
+12 %, by chance, where they are off by less than 1 % with the same heads open. A bar above that would find no fault: images at a
+kink take no part in the loss of the step that is judged (`clear`), and the rest is held to the noise.
 """
 
 from __future__ import annotations
@@ -23,12 +29,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst.bench.parity import Judged
-from dmst.kernels import use_kernels
+from dmst.kernels import reference, use_kernels, without_autocast
+from dmst.operators.family import TokenStatistics
 
 TIMES = 3.0
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}  # noise is taken to be this at least
 IMAGES = 4
 FEW = 64
+CLEAR = 5.0  # times the noise of a gate's scores away from its kink; no noise was more than 4.2 times its own mean square root
+IGNORED = -100  # cross entropy's own word for it
 
 Call = Callable[[Tensor], Tensor]
 Results = tuple[Tensor, ...]
@@ -50,6 +59,43 @@ def train(call: Call, parameters: Sequence[Tensor], images: Tensor, labels: Tens
 def cast(images: Tensor, dtype: torch.dtype) -> Any:
     """Autocast to a 16-bit dtype; nothing for the others."""
     return torch.autocast(images.device.type, dtype) if dtype.itemsize == 2 else contextlib.nullcontext()
+
+
+def clear(model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+    """The labels for a network in training mode, IGNORED for images at a kink of a gate: these take no part in the loss.
+
+    Unchanged where every image is at one.
+    """
+    with _plainly(model, dtype) as wide:
+        right, near = _slack(wide, images.to(_of(wide)), _of(wide)), _slack(model, images, dtype)
+    away = torch.ones_like(labels, dtype=torch.bool)
+    for x, y in zip(right, near, strict=True):
+        away &= (x.abs() > CLEAR * (y - x).square().mean().sqrt()).all(1)
+    return torch.where(away | ~away.any(), labels, IGNORED)
+
+
+def _slack(model: nn.Module, images: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Of each sparsemax gate, by how much the pooled score of a head is above its threshold, (b, k)."""
+    found: list[Tensor] = []
+
+    def look(operator: TokenStatistics, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        form = operator.form
+        with without_autocast(given[0]):
+            scores = reference.score(given[0], operator.weights(), form, named.get("grid"), form.gate_rotary)
+            pooled, gate = reference.gate_of(scores, form)
+        assert pooled is not None and gate is not None
+        largest = gate.amax(1, keepdim=True) / form.gate_scale  # the first head is open: pooled - threshold = gate
+        found.append(pooled - pooled.amax(1, keepdim=True) + largest)
+
+    gated = [m for m in model.modules() if isinstance(m, TokenStatistics) and m.form.gate == "sparsemax"]
+    hooks = [operator.register_forward_pre_hook(look, with_kwargs=True) for operator in gated]
+    try:
+        if gated:
+            infer(model, images, dtype)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def judge_logits(model: nn.Module, timed: Results, images: Tensor, dtype: torch.dtype) -> Judged:

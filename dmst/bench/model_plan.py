@@ -1,6 +1,7 @@
 """What is asked of a run over networks, and in which order it is done: what the targets compare first, compiling the rest last.
 
     compiled    inference and training by torch.compile (its default mode); 224 pixels, if nothing is said
+    recorded    both by torch.compile(mode="reduce-overhead"), which replays CUDA graphs; 224 pixels too, each after compiled
     graph       inference by CUDA-graph replay, training eager; every other size
     eager       both eager; on a CPU always
 
@@ -14,7 +15,13 @@ from typing import NamedTuple
 from dmst.bench import networks, timing
 from dmst.errors import OptionError, choose
 
-MODES = {"compiled": ("compiled", "compiled"), "graph": ("graph", "eager"), "eager": ("eager", "eager")}  # inference, training
+MODES = {  # inference, training
+    "compiled": ("compiled", "compiled"),
+    "recorded": ("recorded", "recorded"),
+    "graph": ("graph", "eager"),
+    "eager": ("eager", "eager"),
+}
+COMPILER = {"compiled": None, "recorded": "reduce-overhead"}  # its mode, where a network is compiled
 SIZES = {"cuda": "224,512,1024", "cpu": "224"}
 BATCH = {"cuda": 256, "cpu": 4}
 USUAL = 224  # pixels: the size that is compiled and that the targets are about
@@ -62,21 +69,21 @@ def plan(
     tasks: list[Task] = []
     left: dict[str, str] = {}
     for size, count in zip(pixels, batches(pixels, batch, device), strict=True):
-        usual = "eager" if device == "cpu" else "compiled" if size == USUAL else "graph"
-        for mode in dict.fromkeys(asked or [usual]):
-            if any((device, each) not in timing.TIMERS for each in MODES[mode]):
-                left[f"mode {mode}"] = "it needs a CUDA device"
-                continue
-            for what in wanted:
-                why = networks.left_out(what, size)
-                if why:
-                    left[what if networks.parse(what).theirs else f"{what} at {size} pixels"] = why
-                else:
-                    tasks.append(Task(mode, size, count, what))
+        usual = ["eager"] if device == "cpu" else [*COMPILER] if size == USUAL else ["graph"]
+        here = [mode for mode in MODES if mode in (asked or usual)]
+        for mode in [mode for mode in here if any((device, each) not in timing.TIMERS for each in MODES[mode])]:
+            left[f"mode {mode}"] = "it needs a CUDA device"
+            here.remove(mode)
+        for what in wanted if here else []:
+            why = networks.left_out(what, size)
+            if why:
+                left[what if networks.parse(what).theirs else f"{what} at {size} pixels"] = why
+            else:
+                tasks += [Task(mode, size, count, what) for mode in here]
     return sorted(tasks, key=_turn), left  # stable: the order above holds within each turn
 
 
 def _turn(task: Task) -> int:
-    if task.mode != "compiled":
+    if task.mode not in COMPILER:
         return 1
     return 0 if task.what in FIRST and task.pixels == USUAL else 2

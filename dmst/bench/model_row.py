@@ -1,10 +1,11 @@
 """One row: a network in one mode at one size, judged on what its timed calls computed (model_parity.py).
 
-what, mode               a name of networks.py; compiled, graph (inference alone: training is eager), eager
+what, mode               a name of networks.py; compiled, recorded, graph (inference alone: training is eager), eager
 B, pixels, dtype         images a step, their side, the dtype of autocast (float32: none)
 parameters, kernel       how many; what served the operators, inference / training where they differ
 inference, training      images a second, medians; training is forward, cross entropy and backward, without an optimizer
 peak_mb                  MiB: the most allocated during a training step less what was before it (weights, images); None on a CPU
+                         and of recorded steps, which allocate nothing when they are replayed
 error, gradient_error    distance of logits and of all gradients from the plain steps in a wider type; None for timm's
 versions, commit         of what was measured
 failure, note, spread    why there is no time; the first warning; distance of the quartiles over the median, the worse of both
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from dmst import provenance
 from dmst.bench import layers, measure, model_parity, networks, record, timing
-from dmst.bench.model_plan import MODES, Task
+from dmst.bench.model_plan import COMPILER, MODES, Task
 from dmst.bench.parity import SETS, Judged
 from dmst.bench.record import Row
 from dmst.kernels import use_kernels
@@ -37,9 +38,10 @@ KEYS = (
 FIGURES = ("inference", "training", "peak_mb", "spread")  # what a row that failed does not tell
 UNITS = {
     "inference, training": "images a second, from the median; training is forward, cross entropy and backward, no optimizer",
-    "peak_mb": "MiB (2**20 bytes) of a training step, weights and images not counted",
+    "peak_mb": "MiB (2**20 bytes) of a training step, weights and images not counted; not told of recorded steps",
     "error, gradient_error": "relative L2 against the plain steps in float32 (of 16-bit autocast) or float64",
     "compiled": "torch.compile(dynamic=False), each call between CUDA events, waited for",
+    "recorded": 'torch.compile(mode="reduce-overhead", dynamic=False): CUDA graphs by the compiler; timed as compiled',
     "graph": "inference by CUDA-graph replay; training eager",
     "eager": "each call between CUDA events, waited for; on a CPU by its clock",
 }
@@ -90,10 +92,10 @@ def _measure(task: Task, setting: Setting, row: Row) -> None:
     device, dtype, ours = setting.device, setting.numbers, not networks.parse(task.what).theirs
     model = networks.build(task.what, task.pixels, device)
     row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    compiled = task.mode == "compiled"
+    compiled = task.mode in COMPILER
     row["kernel"] = networks.kernel(model, device, dtype, compiled) if ours else "timm"
     images = _images(task.batch, networks.channels(task.what), task.pixels, device)
-    call, stops = measure.compile_layer(model) if compiled else (model, str)
+    call, stops = measure.compile_layer(model, COMPILER[task.mode]) if compiled else (model, str)
     at = [timing.TIMERS[device.type, mode] for mode in MODES[task.mode]]
 
     model.eval()
@@ -103,14 +105,16 @@ def _measure(task: Task, setting: Setting, row: Row) -> None:
         return
     labels = _labels(task.batch, inference.last[0].shape[1], device)
     parameters = list(model.parameters())
+    model.train()
+    if ours:
+        labels[0] = model_parity.clear(model, images[0], labels[0], dtype)  # the first set is judged
 
     def step(turn: int) -> timing.Results:
         return model_parity.train(call, parameters, images[turn], labels[turn], dtype)
 
-    model.train()
     training = at[1](step)
     row["note"] = stops() or None
-    peak = timing.peak(step) if device.type == "cuda" else None
+    peak = timing.peak(step) if device.type == "cuda" and task.mode != "recorded" else None
     judged = model_parity.judge_gradients(model, training.last, images[0], labels[0], dtype) if ours else None
     if _refused(row, "gradient_error", judged):
         return

@@ -20,7 +20,7 @@ from dmst.bench.model_row import KEYS, UNITS, Setting, measured
 from dmst.bench.plan import DTYPE
 from dmst.errors import DmstError, OptionError, choose
 
-ABOUT = "whole networks, 224 pixels, compiled, bfloat16"
+ABOUT = "whole networks, 224 pixels, bfloat16"
 
 
 def measure_all(

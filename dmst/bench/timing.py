@@ -3,6 +3,7 @@
     eager      each repetition between two events, waited for: launch gaps count, as in a plain call
     graph      several calls in one CUDA graph, over all input sets in turn; replays queued back to back, so that launches hide
     compiled   torch.compile, then as eager
+    recorded   torch.compile with CUDA graphs of its own, then as eager; each call says first that older results may go
     host       on a CPU: a clock
 
     kept       allocated after the forward pass less before it: what backward waits for and the output, not the tokens
@@ -107,23 +108,32 @@ def graph(step: Step) -> Timed:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     calls = 4 * SETS if once < 5 else SETS if once < 20 else 1
-    recorded = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(recorded, stream=side):
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, stream=side):
         last: Results = ()
         for turn in _turns(calls):
             last = ()  # the next call takes its place
             last = step(turn)
     for value in last:
         value.fill_(float("nan"))  # only a replay that writes everything passes
-    _warm(lambda _: recorded.replay())
+    _warm(lambda _: captured.replay())
     pairs = _events(_repeats(once))
     for start, end in pairs:
         start.record()
-        recorded.replay()
+        captured.replay()
         end.record()
     torch.cuda.synchronize()
     times = [_between(start, end, calls) for start, end in pairs]
     return Timed(times, tuple(value.clone() for value in last))  # the graph's own memory goes with it
+
+
+def recorded(step: Step) -> Timed:
+    def marked(turn: int) -> Results:
+        torch.compiler.cudagraph_mark_step_begin()
+        return step(turn)
+
+    times, last = eager(marked)
+    return Timed(times, tuple(value.clone() for value in last))  # the next call writes where these are
 
 
 def host(step: Step) -> Timed:
@@ -146,6 +156,7 @@ TIMERS: dict[tuple[str, str], Callable[[Step], Timed]] = {
     ("cuda", "eager"): eager,
     ("cuda", "graph"): graph,
     ("cuda", "compiled"): eager,
+    ("cuda", "recorded"): recorded,
     ("cpu", "eager"): host,
 }
 
@@ -164,7 +175,7 @@ def memory(layer: Layer, step: Step, z: Tensor) -> tuple[float, float]:
 
 
 def peak(step: Step) -> float:
-    """The most that a warm step allocates on a CUDA device, MiB."""
+    """The most that a warm step allocates on a CUDA device, MiB; of a replayed one that says nothing."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

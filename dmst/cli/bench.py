@@ -44,7 +44,9 @@ def bench_models(
     ),
     batch: str = typer.Option(None, help="Images a step, one number or one for each size; 256,48,12 if not given (CPU: 4)."),
     dtype: str = typer.Option(None, help="Of autocast: bf16, fp16, or fp32 for none."),
-    modes: str = typer.Option(None, help="Of compiled,graph,eager; compiled at 224 pixels, graph elsewhere (CPU: eager)."),
+    modes: str = typer.Option(
+        None, help="Of compiled,recorded,graph,eager; the first two at 224 pixels, graph elsewhere (CPU: eager)."
+    ),
     figure: str = typer.Option(
         None, help="STEM of the figure, STEM.svg and STEM.png; beside the rows if not given (CPU: none)."
     ),

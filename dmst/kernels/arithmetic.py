@@ -48,15 +48,3 @@ def aligned(x: Tensor) -> Tensor:
 def cast(x: Any, dtype: torch.dtype) -> Any:
     """A tensor or None. `to` alone would take its time to find that there is nothing to do."""
     return x if x is None or x.dtype == dtype else x.to(dtype)
-
-
-def cast_all(dtype: torch.dtype, *tensors: Any) -> list[Any]:
-    """Each tensor or None, by one launch for all that need it and lie in plain order."""
-    out = list(tensors)
-    plain = [i for i, x in enumerate(out) if x is not None and x.dtype != dtype and x.is_contiguous()]
-    if len(plain) > 1:
-        made = [torch.empty_like(out[i], dtype=dtype) for i in plain]
-        torch._foreach_copy_(made, [out[i] for i in plain])
-        for i, x in zip(plain, made, strict=True):
-            out[i] = x
-    return [cast(x, dtype) for x in out]

@@ -193,9 +193,10 @@ def serves(z: Tensor, form: Form, dtype: torch.dtype) -> bool:
 
 def kernel_for(z: Tensor, weights: Weights, form: Form, dtype: torch.dtype, skip: bool = False) -> Callable[..., Tensor]:
     """The `attend` that computes this layer, now; with `skip` without its silent heads, where that can be."""
-    if watched.exported() or watched.dual():
+    alone = watched.nobody()  # one question in place of many, where a call waits for the host
+    if not alone and (watched.exported() or watched.dual()):
         return reference.attend
-    if not watched.transformed():
+    if alone or not watched.transformed():
         wide = z.dtype if z.dtype == torch.float64 else dtype
         answer = verdict(z.device, wide, form, z.shape[-1])
         if answer.fused:

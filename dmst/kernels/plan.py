@@ -20,11 +20,12 @@ FOLDS = 2  # times as many tokens as channels, from which each sample has an out
 FOLDED = 4  # samples at most, each with an output product of its own
 UNFOLDED = 64  # samples at most whose products with dout are summed up for the output weight's gradient
 BY_HAND = 16384  # rows from which our own product serves
-BUSY = 65536  # tokens from which a device has more to do than the host that launches its kernels one by one
-NORM_PROGRAMS = 528  # rows of partial sums for the gradients of a norm's weights
+BUSY = 16384  # tokens from which a device has more to do than the host that launches its kernels one by one
+NORM_PROGRAMS = 4224  # rows of partial sums for the gradients of a norm's weights
 WIDEST = 128  # of one head
 WIDEST_NORM = 1024  # channels of a token that registers hold
-STEPS = False  # norm, layer and residual in one: not yet measured on a device, which would switch it on
+ONTO = True  # the residual is added in the output product
+STEPS = True  # norm, layer and residual in one
 MOST_HEADS = 64
 
 
@@ -106,12 +107,12 @@ def into_assign(d: int) -> Tile:
 
 def norm(d: int) -> Tile:
     """Rows of all channels, in chunks: at most 64 numbers a thread."""
-    return Tile(16 if d <= 512 else 8, _chunk(d), 4)
+    return Tile(4 if d <= 512 else 2, _chunk(d), 1)
 
 
 def norm_adjoint(d: int) -> Tile:
-    """A row a warp: a program keeps two sums for each of its channels."""
-    return Tile(4, _chunk(d), 4)
+    """A row at a time: a program keeps two sums for each of its channels."""
+    return Tile(1, _chunk(d), 1)
 
 
 def _chunk(d: int) -> int:
@@ -169,10 +170,11 @@ class Product(NamedTuple):
     stages: int
 
 
-# Samples of at most so many tokens and channels: the tiles of both products; the first row with room serves. Not yet timed.
+# Samples of at most so many tokens and channels: the tiles of both products; the first row with room serves. Timed at
+# 64 x 1024.
 ACTIVE: list[tuple[float, float, Product, Product]] = [
     (256, math.inf, Product(64, 128, 64, 4, 3), Product(64, 128, 64, 4, 4)),
-    (math.inf, math.inf, Product(64, 128, 64, 4, 3), Product(128, 128, 64, 8, 3)),
+    (math.inf, math.inf, Product(128, 128, 64, 4, 3), Product(128, 128, 32, 8, 4)),
 ]
 
 
@@ -189,6 +191,37 @@ def _fitted(tile: Product, n: int, d: int, dtype: torch.dtype) -> Product:
         columns=min(tile.columns, max(16, power_of_two(d))),
         depth=max(16, min(depth, power_of_two(d))),
     )
+
+
+class Short(NamedTuple):
+    """Of a program that has a whole sample: its tokens, the columns of both products at a time, in steps of `depth`."""
+
+    tokens: int
+    columns: int
+    out: int
+    depth: int
+    warps: int
+    stages: int
+
+
+SHORT: list[tuple[int, Short]] = [  # samples of at most so many tokens; the first row with room serves. Timed at 256 x 197.
+    (64, Short(64, 64, 128, 32, 4, 4)),
+    (128, Short(128, 64, 128, 32, 4, 4)),
+    (256, Short(256, 64, 128, 32, 8, 4)),
+]
+
+
+def short(n: int, d: int, dtype: torch.dtype) -> Short | None:
+    """The tile for samples that one program takes whole, no larger than there is something to fill it with; None: too long."""
+    tile = next((tile for most, tile in SHORT if n <= most), None)
+    if tile is None:
+        return None
+    width = max(16, power_of_two(d))
+    wide = dtype == torch.float32
+    return tile._replace(
+        tokens=max(16, power_of_two(n)), columns=min(tile.columns, width), out=min(tile.out // (1 + wide), width),
+        depth=max(16, min(tile.depth // (1 + wide), width)),
+    )  # fmt: skip
 
 
 def folds(n: int, d: int) -> bool:

@@ -20,16 +20,18 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dmst import rotary, watched
+from dmst import kernels, rotary, watched
 from dmst.errors import DmstError
-from dmst.kernels import closed_form, plan, reference
+from dmst.kernels import arithmetic, closed_form, plan, reference
+from dmst.kernels import form as form_module
 from dmst.kernels.arithmetic import cast, wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import Form, Weights
-from dmst.kernels.fused import layer
+from dmst.kernels.fused import layer, tape
 from dmst.kernels.fused.calls import NOTHING, Kept
 
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}  # a subclass may have no memory to give to a kernel
+tape.watch(plan, arithmetic, form_module, *tape.files())
+_PLAIN = tape.PLAIN  # a subclass may have no memory to give to a kernel
 W, T, KEPT = len(Weights._fields), 4, len(Kept._fields)
 _INPUTS = ", ".join(
     ["Tensor z", "Tensor subspace", *(f"Tensor? {name}" for name in Weights._fields[1:])]
@@ -54,11 +56,12 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
     if weights.assign is not None:
         _, n, d = z.shape
         factors = rotary.factors(form.rotary, d, n, grid, step=plan.STEP, device=z.device, dtype=torch.float32)
-    if watched.traced() or watched.dispatched() or not _PLAIN.issuperset(map(type, (z, *weights))):
+    if not watched.nobody() or not _PLAIN.issuperset(map(type, (z, *weights))):
+        kernels.check(z, weights, form)
         return torch.ops.dmst.attend(z, *weights, *_tables(factors), form.text, _step(factors), dtype)[0]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
         return _Eager.apply(z, *weights, form, factors, dtype)
-    return _run_forward(z, weights, form, factors, dtype)[0]
+    return _run_forward(z, weights, form, factors, dtype, keeps=False)[0]
 
 
 def _tables(factors: rotary.Factors | None) -> tuple[Tensor | None, ...]:
@@ -69,11 +72,20 @@ def _step(factors: rotary.Factors | None) -> int:
     return 0 if factors is None else factors.step
 
 
+def _factors(tables: Sequence[Tensor | None], step: int) -> rotary.Factors | None:
+    """Back from `_tables` and `_step`, in plain order."""
+    if tables[0] is None:
+        return None
+    far_cos, far_sin, near_cos, near_sin = (x.contiguous() for x in tables)  # type: ignore[union-attr]
+    return rotary.Factors(rotary.Table(far_cos, far_sin), rotary.Table(near_cos, near_sin), step)
+
+
 def _run_forward(
-    z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype
+    z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype, keeps: bool = True
 ) -> tuple[Tensor, Kept]:
-    out, kept = _attempt(layer.forward, _plain_forward, (z, weights, form, factors, dtype), z, form, dtype)
-    return out, NOTHING if form.save == "nothing" else kept
+    """The output, and what is kept for the way back; nothing without `keeps`, or where the form says so."""
+    call = (z, weights, form, factors, dtype, keeps and form.save != "nothing")
+    return _attempt(_fused_forward, _plain_forward, call, z, form, dtype)
 
 
 def _run_backward(
@@ -81,9 +93,50 @@ def _run_backward(
     asked: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dz and the gradient of each weight, None where it is not asked for."""
-    wants_z, *wanted = asked
-    call = (dout, z, weights, form, factors, dtype, kept, Weights(*wanted), wants_z)  # type: ignore[arg-type]
-    dz, grads = _attempt(layer.backward, _plain_backward, call, z, form, dtype)
+    call = (dout, z, weights, form, factors, dtype, kept, asked)
+    return _attempt(_fused_backward, _unfused_backward, call, z, form, dtype)
+
+
+def _fused_forward(
+    z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype, keeps: bool
+) -> tuple[Tensor, Kept]:
+    step = _step(factors)
+    key, tensors = (form.text, step, dtype, keeps), (z, *weights, *_tables(factors))
+    return tape.play(_forward_pass, key, tensors, form, step, dtype, keeps)
+
+
+def _forward_pass(tensors: Sequence[Any], form: Form, step: int, dtype: torch.dtype, keeps: bool) -> tuple[Tensor, Kept]:
+    z, weights, factors = tensors[0], Weights(*tensors[1 : 1 + W]), _factors(tensors[1 + W :], step)
+    kernels.check(z, weights, form)  # its like is known from then on
+    out, kept = layer.forward(z, weights, form, factors, dtype)
+    return out, kept if keeps else NOTHING
+
+
+def _fused_backward(
+    dout: Tensor, z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype, kept: Kept,
+    asked: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    step, asked = _step(factors), tuple(asked)
+    key, tensors = (form.text, step, dtype, asked), (dout, z, *weights, *_tables(factors), *kept)
+    return tape.play(_backward_pass, key, tensors, form, step, dtype, asked)
+
+
+def _backward_pass(
+    tensors: Sequence[Any], form: Form, step: int, dtype: torch.dtype, asked: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    dout, z, weights, rest = tensors[0], tensors[1], Weights(*tensors[2 : 2 + W]), tensors[2 + W :]
+    factors, kept, wanted = _factors(rest[:T], step), Kept(*rest[T:]), Weights(*asked[1:])  # type: ignore[arg-type]
+    return _in_order(*layer.backward(dout, z, weights, form, factors, dtype, kept, wanted, asked[0]), weights)
+
+
+def _unfused_backward(*call: Any) -> tuple[Tensor | None, ...]:
+    *given, (wants_z, *wanted) = call
+    plain: Callable[..., Any] = _plain_backward
+    dz, grads = plain(*given, Weights(*wanted), wants_z)
+    return _in_order(dz, grads, call[2])
+
+
+def _in_order(dz: Tensor | None, grads: dict[str, Tensor], weights: Weights) -> tuple[Tensor | None, ...]:
     return dz, *(_like(grads.get(name), weight) for name, weight in zip(Weights._fields, weights, strict=True))
 
 
@@ -145,9 +198,8 @@ def _unpack(arguments: tuple[Any, ...], z: Tensor) -> tuple[Weights, rotary.Fact
     *tensors, text, step, dtype = arguments
     far_cos, far_sin, near_cos, near_sin = tensors[W:]
     factors = None
-    if far_cos is not None:
-        far = rotary.Table(far_cos.contiguous(), far_sin.contiguous())
-        factors = rotary.Factors(far, rotary.Table(near_cos.contiguous(), near_sin.contiguous()), step)
+    if far_cos is not None:  # the pass puts them in plain order
+        factors = rotary.Factors(rotary.Table(far_cos, far_sin), rotary.Table(near_cos, near_sin), step)
     return Weights(*tensors[:W]), factors, Form.read(text), dtype
 
 
@@ -160,8 +212,13 @@ def _attempt(
     if not z.numel() or (_broken and _key(z, form, dtype) in _broken):
         return plain(*call)
     try:
-        with _device_of(z):
+        index = z.get_device()
+        if index < 0 or index == torch.cuda.current_device():  # Triton launches on the current one
             return fused(*call)
+        with torch.cuda.device(index):
+            return fused(*call)
+    except DmstError:  # what is wrong with the call itself, and blames no kernel
+        raise
     except Exception as error:  # the compiler has many ways to fail, and each means the same here
         if "out of memory" in str(error).lower():
             raise
@@ -192,11 +249,14 @@ def _grid(z: Tensor, form: Form, factors: rotary.Factors | None) -> tuple[int, i
 
 
 def _plain_forward(
-    z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype
+    z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype, keeps: bool = True
 ) -> tuple[Tensor, Kept]:
+    kernels.check(z, weights, form)
     scores = reference.score(z, weights, form, _grid(z, form, factors))
     steps = reference.take_steps(z, scores, weights, form, dtype)
     out = reference.project_out(reference.update_of(steps, weights.theta, form), weights, dtype)
+    if not keeps:
+        return out, NOTHING
     flat, channel = steps.projected.transpose(1, 2).flatten(2), None
     if form.membership == "energy" and form.normalize_tokens:
         channel = reference.channel_energy(wide(steps.projected).square()).squeeze(-2)
@@ -278,10 +338,42 @@ def _no_second(ctx: Any, *_: Any) -> tuple:
     )
 
 
-torch.library.register_autograd("dmst::attend", _differentiate, setup_context=_setup, lib=library)
-torch.library.register_autograd(
-    "dmst::attend_backward", _no_second, setup_context=lambda ctx, inputs, output: None, lib=library
-)
+class _Between:
+    """The library, for a formula that is asked only where there are gradients: else straight to the operator below.
+
+    torch goes from the dispatcher to Python, back and to Python again, which costs the host a good part of the layer; inside
+    compiled graphs there is never a gradient. Straight only where the dispatcher would come to `below` by itself: no mode, no
+    transform, no subclass stands between.
+    """
+
+    def __init__(self, below: Callable[..., Any]) -> None:
+        self.below = below
+
+    def impl(self, name: str, kernel: Callable[..., Any], key: str, **options: Any) -> None:
+        library.impl(name, kernel, key, **options)
+        if key != "Autograd" or options != {"with_keyset": True}:  # torch registers formulas in another way now
+            return
+        below, after, grad = self.below, torch._C._after_ADInplaceOrView_keyset, torch.is_grad_enabled
+
+        def quick(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if grad() or kwargs or (keyset & after).highestPriorityTypeId() not in _BACKENDS:
+                return kernel(keyset, *args, **kwargs)
+            return below(*args)
+
+        for device in ("CPU", "CUDA"):
+            library.impl(name, quick, f"Autograd{device}", with_keyset=True)
+
+
+_BACKENDS = {torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA}
+
+
+def differentiable(name: str, below: Callable[..., Any], formula: Callable[..., Any], setup: Callable[..., None]) -> None:
+    lib: Any = _Between(below)
+    torch.library.register_autograd(f"dmst::{name}", formula, setup_context=setup, lib=lib)
+
+
+differentiable("attend", _forward, _differentiate, _setup)
+differentiable("attend_backward", _backward, _no_second, lambda ctx, inputs, output: None)
 
 
 # --- operations -----------------------------------------------------------------------------------------------------

@@ -1,12 +1,15 @@
 """The residual step as operators that PyTorch knows, `dmst::step` and `dmst::step_backward`, in the manner of registered.py.
 
 step             z, what is around the layer, its weights -> z', the normed tokens, mean and rstd, what the layer keeps
-step_backward    dz' and all of these -> dz, and the gradients of the norm's weights, the scale and the layer's weights
+step_backward    dz' and all of these -> dz, and the gradients of the norm's weights, the scale, what was pending and the
+                 layer's weights
+
+Something pending has the compute dtype. Where the sum z + pending was kept, the way back takes it for z, and holds neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +21,18 @@ from dmst.kernels import plan, registered
 from dmst.kernels.arithmetic import wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import Form, Weights
-from dmst.kernels.fused import step
+from dmst.kernels.fused import layer, step, tape
 from dmst.kernels.fused.calls import NOTHING, Kept
 from dmst.kernels.fused.scale import inner, scaled, unscaled
 from dmst.kernels.fused.step import Around, Normed
 from dmst.kernels.registered import KEPT, T, W, library
 
+tape.watch(*tape.files())
+UNNORMED = (None,) * len(Normed._fields)
 A, N = len(Around._fields), len(Normed._fields)
 GRADS = 1 + A - 1 + W  # of z, of what stands around but for `keep`, of the weights
-_AROUND = "Tensor norm_weight, Tensor norm_bias, Tensor? scale, Tensor? keep"
+PENDING, TOTAL = 1 + Around._fields.index("pending"), Normed._fields.index("total")  # among the inputs; of what is kept
+_AROUND = "Tensor norm_weight, Tensor norm_bias, Tensor? scale, Tensor? pending, Tensor? keep"
 _INPUTS = registered._INPUTS.replace("Tensor z", f"Tensor z, {_AROUND}", 1)
 _OPTIONS = f"float eps, {registered._OPTIONS}"
 _NORMED = ", ".join(f"Tensor {name}" for name in Normed._fields)
@@ -39,29 +45,29 @@ library.define(
 
 
 def residual_step(
-    z: Tensor, norm_weight: Tensor, norm_bias: Tensor, scale: Tensor | None, keep: Tensor | None, eps: float,
-    weights: Weights, form: Form, *, grid: tuple[int, int] | None, dtype: torch.dtype,
+    z: Tensor, norm_weight: Tensor, norm_bias: Tensor, scale: Tensor | None, pending: Tensor | None, keep: Tensor | None,
+    eps: float, weights: Weights, form: Form, *, grid: tuple[int, int] | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """z' (b, n, d); where nobody is looking without the operators, as `registered.attend`."""
-    factors, around = None, Around(norm_weight, norm_bias, scale, keep)
+    factors, around = None, Around(norm_weight, norm_bias, scale, pending, keep)
     if weights.assign is not None:
         _, n, d = z.shape
         factors = rotary.factors(form.rotary, d, n, grid, step=plan.STEP, device=z.device, dtype=torch.float32)
     tensors = (z, *around, *weights)
-    if watched.traced() or watched.dispatched() or not registered._PLAIN.issuperset(map(type, tensors)):
+    if not watched.nobody() or not registered._PLAIN.issuperset(map(type, tensors)):
         tables, length = registered._tables(factors), registered._step(factors)
         return torch.ops.dmst.step(*tensors, *tables, eps, form.text, length, dtype)[0]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _Eager.apply(*tensors, eps, form, factors, dtype)
-    return _run_forward(z, around, eps, weights, form, factors, dtype)[0]
+    return _run_forward(z, around, eps, weights, form, factors, dtype, keeps=False)[0]
 
 
 def _run_forward(
-    z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype
-) -> tuple[Tensor, tuple[Tensor | None, ...], Kept]:
-    call = (z, around, eps, weights, form, factors, dtype)
-    out, normed, kept = registered._attempt(step.forward, _plain_forward, call, z, form, dtype)
-    return (out, (None,) * N, NOTHING) if form.save == "nothing" else (out, normed, kept)
+    z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype,
+    keeps: bool = True,
+) -> tuple[Tensor, tuple[Tensor | None, ...], Kept]:  # fmt: skip
+    call = (z, around, eps, weights, form, factors, dtype, keeps and form.save != "nothing")
+    return registered._attempt(_fused_forward, _plain_forward, call, z, form, dtype)
 
 
 def _run_backward(
@@ -69,11 +75,70 @@ def _run_backward(
     dtype: torch.dtype, normed: Normed, kept: Kept, asked: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """In the order of GRADS, None where it is not asked for."""
+    call = (dout, z, around, eps, weights, form, factors, dtype, normed, kept, asked)
+    return registered._attempt(_fused_backward, _unfused_backward, call, z, form, dtype)
+
+
+def _fused_forward(
+    z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype,
+    keeps: bool,
+) -> tuple[Tensor, tuple[Tensor | None, ...], Kept]:  # fmt: skip
+    length = registered._step(factors)
+    key, tensors = (form.text, eps, length, dtype, keeps), (z, *around, *weights, *registered._tables(factors))
+    return tape.play(_forward_pass, key, tensors, eps, form, length, dtype, keeps)
+
+
+def _forward_pass(
+    tensors: Sequence[Any], eps: float, form: Form, length: int, dtype: torch.dtype, keeps: bool
+) -> tuple[Tensor, tuple[Tensor | None, ...], Kept]:
+    z, around, weights, factors = _taken(tensors, length)
+    out, normed, kept = step.forward(z, around, eps, weights, form, factors, dtype)
+    return (out, normed, kept) if keeps else (out, UNNORMED, NOTHING)
+
+
+def _fused_backward(
+    dout: Tensor, z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None,
+    dtype: torch.dtype, normed: Normed, kept: Kept, asked: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    length, asked = registered._step(factors), tuple(asked)
+    tensors = (z, *around, *weights, *registered._tables(factors), dout, *normed, *kept)
+    return tape.play(_backward_pass, (form.text, eps, length, dtype, asked), tensors, eps, form, length, dtype, asked)
+
+
+def _backward_pass(
+    tensors: Sequence[Any], eps: float, form: Form, length: int, dtype: torch.dtype, asked: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    z, around, weights, factors = _taken(tensors, length)
+    dout, *rest = tensors[1 + A + W + T :]
+    wants_z, wants, wanted = _split(asked)
+    given = (dout, z, around, eps, weights, form, factors, dtype, Normed(*rest[:N]), Kept(*rest[N:]))
+    return _in_order(*step.backward(*given, wants_z, wants, wanted), around, weights, asked)
+
+
+def _unfused_backward(*call: Any) -> tuple[Tensor | None, ...]:
+    *given, asked = call
+    plain: Callable[..., Any] = _plain_backward
+    dz, grads = plain(*given, *_split(asked))
+    return _in_order(dz, grads, call[2], call[4], asked)
+
+
+def _taken(tensors: Sequence[Any], length: int) -> tuple[Tensor, Around, Weights, rotary.Factors | None]:
+    tables = tensors[1 + A + W : 1 + A + W + T]
+    around, weights = Around(*tensors[1 : 1 + A]), Weights(*tensors[1 + A : 1 + A + W])
+    return tensors[0], around, weights, registered._factors(tables, length)
+
+
+def _split(asked: Sequence[bool]) -> tuple[bool, Around, Weights]:
     wants_z, *rest = asked
-    wants, wanted = Around(*rest[: A - 1], keep=None), Weights(*rest[A - 1 :])  # type: ignore[arg-type, misc]
-    call = (dout, z, around, eps, weights, form, factors, dtype, normed, kept, wants_z, wants, wanted)
-    dz, grads = registered._attempt(step.backward, _plain_backward, call, z, form, dtype)
+    return wants_z, Around(*rest[: A - 1], keep=None), Weights(*rest[A - 1 :])  # type: ignore[arg-type, misc]
+
+
+def _in_order(
+    dz: Tensor | None, grads: dict[str, Tensor], around: Around, weights: Weights, asked: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    wants_z, *rest = asked
     names = (*Around._fields[:-1], *Weights._fields)
+    around = around._replace(pending=grads.get("pending"))  # which has the dtype of what was pending, and that may be gone
     given = zip(names, (*around[:-1], *weights), rest, strict=True)
     return (dz if wants_z else None), *(registered._like(grads.get(name), x) if ask else None for name, x, ask in given)
 
@@ -86,7 +151,7 @@ class _Eager(torch.autograd.Function):
         *tensors, ctx.eps, ctx.form, ctx.factors, ctx.dtype = arguments
         given = (Around(*tensors[:A]), ctx.eps, Weights(*tensors[A:]), ctx.form, ctx.factors, ctx.dtype)
         out, normed, kept = _run_forward(z, *given)
-        ctx.save_for_backward(z, *tensors, *normed, *kept)
+        ctx.save_for_backward(*_lean((z, *tensors), (*normed, *kept)))
         return out
 
     @staticmethod
@@ -104,6 +169,15 @@ class _Eager(torch.autograd.Function):
                 given = (around, ctx.eps, weights, ctx.form, ctx.factors, ctx.dtype)
                 grads = _run_backward(dout, z, *given, Normed(*rest[:N]), Kept(*rest[N:]), asked)
         return (*_placed(grads), None, None, None, None)
+
+
+def _lean(tensors: Sequence[Tensor | None], kept: Sequence[Tensor | None], none: Tensor | None = None) -> list[Tensor | None]:
+    """What the way back needs: z + pending in the place of z, where it was kept."""
+    saved = [*tensors, *kept]
+    total = kept[TOTAL]
+    if tensors[PENDING] is not None and total is not None and total.numel():
+        saved[0], saved[PENDING], saved[len(tensors) + TOTAL] = total, None, none
+    return saved
 
 
 def _asked(needs: Sequence[bool]) -> list[bool]:
@@ -140,18 +214,24 @@ def _unpack(arguments: tuple[Any, ...], z: Tensor) -> tuple[Around, float, Weigh
 
 
 def _plain_forward(
-    z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype
-) -> tuple[Tensor, Normed, Kept]:
+    z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype,
+    keeps: bool = True,
+) -> tuple[Tensor, tuple[Tensor | None, ...], Kept]:  # fmt: skip
+    total = None if around.pending is None else _total(z, around)
+    z = z if total is None else total
     y, mean, rstd = _norm(z, around, eps)
     update, kept = registered._plain_forward(y, scaled(weights, around.scale), form, factors, dtype)
-    return step.add(z.contiguous(), update, around.keep), Normed(y.to(dtype), mean.squeeze(-1), rstd.squeeze(-1)), kept
+    out = layer.add(z.contiguous(), update, around.keep)
+    normed = Normed(y.to(dtype), mean.squeeze(-1), rstd.squeeze(-1), total)
+    return (out, normed, kept) if keeps else (out, UNNORMED, NOTHING)
 
 
 def _plain_backward(
     dout: Tensor, z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None,
     dtype: torch.dtype, normed: Normed, kept: Kept, wants_z: bool, wants: Around, wanted: Weights,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:  # fmt: skip
-    """From z alone."""
+    """From z alone, and what was pending if that is still to be added."""
+    z = _total(z, around)
     y, mean, rstd = _norm(z, around, eps)
     asked = inner(wanted, weights, around.scale, bool(wants.scale))
     dy, grads = registered._plain_backward(
@@ -161,7 +241,14 @@ def _plain_backward(
     gamma, beta = wide(around.norm_weight), wide(around.norm_bias)
     given = (wide(z), z.shape[-1:], mean, rstd, gamma, beta, [True] * 3)
     dz, grads["norm_weight"], grads["norm_bias"] = torch.ops.aten.native_layer_norm_backward(dy, *given)
-    return (dz + dout).to(z.dtype), grads
+    dz = dz + dout
+    if wants.pending:
+        grads["pending"] = dz.to(dtype, copy=True)
+    return dz.to(z.dtype), grads
+
+
+def _total(z: Tensor, around: Around) -> Tensor:
+    return z if around.pending is None else (z + around.pending).to(z.dtype)
 
 
 def _norm(z: Tensor, around: Around, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,13 +272,15 @@ def _fake_forward(z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     if Form.read(text).save == "nothing":
         return out, *(z.new_empty(0, dtype=torch.float32) for _ in range(N)), *kept
     mean, rstd = (z.new_empty(b, n, dtype=torch.float32) for _ in range(2))
-    return out, update, mean, rstd, *kept
+    total = z.new_empty(0, dtype=torch.float32) if tensors[PENDING - 1] is None else z.new_empty(z.shape)
+    return out, update, mean, rstd, total, *kept
 
 
 @torch.library.register_fake("dmst::step_backward", lib=library)
 def _fake_backward(dout: Tensor, z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    *tensors, wanted, _, _, _, _ = arguments
-    inputs = (z, *tensors[: A - 1], *tensors[A : A + W])
+    *tensors, wanted, _, _, _, dtype = arguments
+    inputs = [z, *tensors[: A - 1], *tensors[A : A + W]]
+    inputs[PENDING] = z.new_empty(z.shape, dtype=dtype)  # which may be gone, and its gradient asked for
     return tuple(
         torch.empty_like(value, memory_format=torch.contiguous_format) if asked and value is not None else z.new_empty(0)
         for asked, value in zip(wanted, inputs, strict=True)
@@ -204,7 +293,7 @@ def _fake_backward(dout: Tensor, z: Tensor, *arguments: Any) -> tuple[Tensor, ..
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, ctx.eps, ctx.form, ctx.step, ctx.dtype = inputs
     _, *kept = output
-    ctx.save_for_backward(*tensors, *kept)
+    ctx.save_for_backward(*_lean(tensors, kept, tensors[0].new_empty(0, dtype=torch.float32)))
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)
 
@@ -219,21 +308,21 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
     return *_placed([grad if ask else None for grad, ask in zip(grads, asked, strict=True)]), *nothing
 
 
-torch.library.register_autograd("dmst::step", _differentiate, setup_context=_setup, lib=library)
-torch.library.register_autograd(
-    "dmst::step_backward", registered._no_second, setup_context=lambda ctx, inputs, output: None, lib=library
-)
+registered.differentiable("step", _forward, _differentiate, _setup)
+registered.differentiable("step_backward", _backward, registered._no_second, lambda ctx, inputs, output: None)
 
 
 # --- operations -----------------------------------------------------------------------------------------------------
 
 
 @register_flop_formula(torch.ops.dmst.step)
-def _flops(z: Any, gamma: Any, beta: Any, scale: Any, keep: Any, *rest: Any, **__: Any) -> int:
+def _flops(z: Any, gamma: Any, beta: Any, scale: Any, pending: Any, keep: Any, *rest: Any, **__: Any) -> int:
     """The layer's alone, as counters count no norm and no addition."""
     return registered._flops(z, *rest)
 
 
 @register_flop_formula(torch.ops.dmst.step_backward)
-def _backward_flops(dout: Any, z: Any, gamma: Any, beta: Any, scale: Any, keep: Any, *rest: Any, **__: Any) -> int:
+def _backward_flops(
+    dout: Any, z: Any, gamma: Any, beta: Any, scale: Any, pending: Any, keep: Any, *rest: Any, **__: Any
+) -> int:
     return registered._backward_flops(dout, z, *rest)

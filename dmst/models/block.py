@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dmst.models import in_one
 from dmst.models.config import ModelConfig
-from dmst.models.feedforward import FEEDFORWARDS
+from dmst.models.feedforward import FEEDFORWARDS, LocalStep, MlpStep
 from dmst.models.residual import Residual
 from dmst.operators import Parts
 
@@ -47,6 +47,19 @@ class Block(nn.Module):
         if in_one.serves(*parts, z):
             return in_one.step(*parts, z, grid)
         return self.residual(z, self.operator(self.norm(z), grid=grid))
+
+    def carries(self, z: Tensor) -> bool:
+        """Whether what the second line adds may wait for the next block, whose kernel adds it on the way in."""
+        feedforward = self.feedforward
+        if type(self) is not Block or not isinstance(feedforward, MlpStep) or type(feedforward) not in (MlpStep, LocalStep):
+            return False
+        watched = in_one.is_hooked(self) or in_one.is_hooked(feedforward)
+        return not watched and feedforward.scales_weight(z) and in_one.serves(self.norm, self.operator, self.residual, z)
+
+    def carry(self, z: Tensor, pending: Tensor | None, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
+        """The same as `forward` of z + pending, as a sum that is yet to be added up; where it `carries`."""
+        z = in_one.step(self.norm, self.operator, self.residual, z, grid, pending)
+        return z, self.feedforward.update(z, grid)  # type: ignore[operator]
 
     def trace(self, z: Tensor, grid: tuple[int, int] | None = None) -> LayerTrace:
         """The same two lines, with what the operator computed beside them."""

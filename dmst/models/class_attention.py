@@ -1,6 +1,6 @@
 """Class attention (CaiT, XCiT): a class token looks at the patches and leaves them almost alone.
 
-    x = [cls, patches]    u = norm1(x)    q of cls; k, v of all
+    u = norm1([cls, patches])    q of u_cls; k, v of all u
     cls    <- norm2(cls + scale * out(softmax(q k^T / sqrt p) v))        cls    <- cls + scale * mlp(cls)
     patch  <- norm2(patch + scale * u_patch)                             patch  <- 2 patch
 
@@ -17,6 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmst.kernels import compute_dtype
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import Mlp
 from dmst.models.linear import Linear
@@ -37,12 +38,20 @@ class ClassAttentionBlock(nn.Module):
         self.residual = Residual(dim, config.layer_scale, **factory)
         self.drop = nn.Dropout(config.proj_drop_rate)
 
-    def forward(self, x: Tensor) -> Tensor:
-        u = self.norm1(x)
-        q, k, v = rearrange(self.qkv(u), "b n (three k p) -> three b k n p", three=3, k=self.num_heads)
-        mixed = rearrange(F.scaled_dot_product_attention(q[:, :, :1], k, v), "b k n p -> b n (k p)")
-        attended = self.drop(self.out(mixed))
-        x = self.norm2(self.attention_residual(x, torch.cat((attended, u[:, 1:]), 1)))
-        cls, patches = x[:, :1], x[:, 1:]
-        cls = self.residual(cls, self.mlp(cls))
-        return torch.cat((cls, 2 * patches), 1)
+    def forward(self, cls: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
+        """Both in, both out: (b, 1, d) and (b, n, d), which are joined nowhere but where k and v are made."""
+        u, rest = self.norm1(cls), self.norm1(patches)
+        cls = self.norm2(self.attention_residual(cls, self.drop(self.out(self.look(u, rest)))))
+        patches = self.norm2(self.attention_residual(patches, rest))
+        return self.residual(cls, self.mlp(cls)), 2 * patches
+
+    def look(self, cls: Tensor, patches: Tensor) -> Tensor:
+        """What the class token sees, heads side by side (b, 1, d): q of it alone; k, v of all."""
+        dim = cls.shape[-1]
+        weights = self.qkv.weight.split((dim, 2 * dim))
+        biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split((dim, 2 * dim))
+        dtype = compute_dtype(patches)  # before they are joined: fewer bytes
+        both = torch.cat((cls.to(dtype), patches.to(dtype)), 1)
+        q, (k, v) = F.linear(cls, weights[0], biases[0]), F.linear(both, weights[1], biases[1]).split(dim, -1)
+        q, k, v = (rearrange(x, "b n (k p) -> b k n p", k=self.num_heads) for x in (q, k, v))
+        return rearrange(F.scaled_dot_product_attention(q, k, v), "b k n p -> b n (k p)")

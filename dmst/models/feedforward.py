@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst.errors import OptionError
+from dmst.kernels import compute_dtype
 from dmst.kernels.neighbours import local_gelu
+from dmst.models.in_one import is_hooked
 from dmst.models.linear import Linear
 from dmst.models.residual import Residual
 
@@ -35,8 +37,15 @@ class Mlp(nn.Module):
         self.fc2 = Linear(hidden, config.dim, **factory)
         self.drop = nn.Dropout(config.proj_drop_rate)
 
-    def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
-        return self.drop(self.fc2(self.drop(F.gelu(self.fc1(z)))))
+    def forward(self, z: Tensor, grid: Grid = None, scale: Tensor | None = None) -> Tensor:
+        return self.leave(F.gelu(self.fc1(z)), scale)
+
+    def leave(self, active: Tensor, scale: Tensor | None) -> Tensor:
+        """scale * W2 active, the scale as a part of W2."""
+        active = self.drop(active)
+        if scale is None:
+            return self.drop(self.fc2(active))
+        return self.drop(F.linear(active, scale.unsqueeze(-1) * self.fc2.weight, scale * self.fc2.bias))
 
 
 class LocalMlp(Mlp):
@@ -50,14 +59,14 @@ class LocalMlp(Mlp):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.local.weight)
 
-    def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
+    def forward(self, z: Tensor, grid: Grid = None, scale: Tensor | None = None) -> Tensor:
         if grid is None:
             raise OptionError("feedforward 'local' looks at neighbours: call the block with grid=(rows, columns).")
         hidden = self.fc1(z)  # (b, prefix + n, hidden)
         active = local_gelu(hidden[:, self.prefix :], self.local.weight, grid)
         if self.prefix:
             active = torch.cat((F.gelu(hidden[:, : self.prefix]), active), 1)
-        return self.drop(self.fc2(self.drop(active)))
+        return self.leave(active, scale)
 
 
 class MlpStep(nn.Module):
@@ -70,7 +79,22 @@ class MlpStep(nn.Module):
         self.residual = Residual(config.dim, config.layer_scale, config.drop_path_rate, **factory)
 
     def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
+        if self.scales_weight(z):
+            return self.residual.add(z, self.mlp(self.norm(z), grid, self.residual.scale))
         return self.residual(z, self.mlp(self.norm(z), grid))
+
+    def update(self, z: Tensor, grid: Grid = None) -> Tensor:
+        """What `forward` adds to z, where `scales_weight`; in the compute dtype."""
+        return self.residual.thin(self.mlp(self.norm(z), grid, self.residual.scale))
+
+    def scales_weight(self, z: Tensor) -> bool:
+        """Whether the scale, if there is one, goes with W2: its gradient then comes from that of the weight, and the update is
+        not kept for it. In bfloat16 alone: float32 keeps its bits, and float16 has no room for a small scale.
+        """
+        usual = type(self.mlp) in (Mlp, LocalMlp) and type(self.mlp.fc2) is Linear and type(self.residual) is Residual
+        if not usual or compute_dtype(z) != torch.bfloat16:
+            return False
+        return not any(map(is_hooked, (self.mlp, self.mlp.fc2, self.residual)))
 
 
 class LocalStep(MlpStep):

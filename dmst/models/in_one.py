@@ -17,18 +17,25 @@ from dmst.operators import Operator
 from dmst.operators.family import TokenStatistics
 
 
-def step(norm: nn.LayerNorm, operator: Operator, residual: Residual, z: Tensor, grid: tuple[int, int] | None) -> Tensor:
+def step(
+    norm: nn.LayerNorm,
+    operator: Operator,
+    residual: Residual,
+    z: Tensor,
+    grid: tuple[int, int] | None,
+    pending: Tensor | None = None,
+) -> Tensor:
     assert isinstance(operator, TokenStatistics)
     operator.check(z)
     given, around = (norm.weight, norm.bias, norm.eps, operator.weights(), operator.form), (residual.scale, residual.draw(z))
-    return kernel.residual_step(z, *given, scale=around[0], keep=around[1], grid=grid)
+    return kernel.residual_step(z, *given, scale=around[0], keep=around[1], pending=pending, grid=grid)
 
 
 def serves(norm: nn.LayerNorm, operator: Operator, residual: Residual, z: Tensor) -> bool:
     if not plan.STEPS or not isinstance(operator, TokenStatistics) or not _usual(norm, operator, residual):
         return False
     drop = operator.proj_drop
-    if (drop.p and drop.training) or _has_any_global_hook() or any(map(_is_hooked, (norm, operator, residual, drop))):
+    if (drop.p and drop.training) or _has_any_global_hook() or any(map(is_hooked, (norm, operator, residual, drop))):
         return False
     held = {x.dtype for x in (norm.weight, norm.bias, residual.scale, operator.subspace.weight) if x is not None}
     return held == {z.dtype} and kernel.serves(z, operator.form, compute_dtype(z))
@@ -43,7 +50,7 @@ def _usual(norm: nn.LayerNorm, operator: TokenStatistics, residual: Residual) ->
     return whole and type(residual) is Residual and not (own or skips)
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
     """Or has a forward of its own, as an object."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or "forward" in vars(module)

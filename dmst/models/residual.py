@@ -26,17 +26,27 @@ class Residual(nn.Module):
             nn.init.constant_(self.scale, self.layer_scale)  # type: ignore[arg-type]
 
     def forward(self, z: Tensor, update: Tensor) -> Tensor:
-        if self.scale is not None:
-            update = self.scale * update
+        return self.add(z, update if self.scale is None else self.scale * update)
+
+    def add(self, z: Tensor, update: Tensor) -> Tensor:
+        """The same for an update that is scaled already."""
+        return z + self.thin(update)
+
+    def thin(self, update: Tensor) -> Tensor:
+        """What drop_path leaves of an update."""
         factor = self.draw(update)
-        return z + (update if factor is None else update * factor)
+        return update if factor is None else (update * factor).to(update.dtype)
 
     def draw(self, like: Tensor) -> Tensor | None:
-        """drop_path's factor of each sample (b, 1, 1), 0 or 1/keep; None where every sample keeps its update."""
+        """drop_path's factor of each sample (b, 1, 1), 0 or 1/keep, at least float32: rounded it would be wrong on average.
+
+        None where every sample keeps its update.
+        """
         if not (self.drop_path and self.training):
             return None
         keep = 1 - self.drop_path
-        kept = like.new_empty(like.shape[0], 1, 1).bernoulli_(keep)
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        kept = like.new_empty(like.shape[0], 1, 1, dtype=dtype).bernoulli_(keep)
         return kept / keep if keep else kept
 
     def extra_repr(self) -> str:

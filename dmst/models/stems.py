@@ -4,6 +4,9 @@ conv        log2(patch) convolutions of stride 2, at least three in all (the fir
             double up to d; batch norm after each, GELU between. Patch 16: d/8, d/4, d/2, d. Patch 8: d/4, d/2, d.
 patch       z_n = W patch_n + bias
 norm_patch  z_n = norm(W norm(patch_n) + bias), a patch flattened row, column, channel
+
+cuDNN has no tensor-core kernel for images of 3 channels. On a CUDA device `patch` is therefore a product with the patches, and
+the first convolution of `conv`, in 16 bits, reads channels padded with zeros to a multiple of 8, channels last.
 """
 
 from __future__ import annotations
@@ -12,11 +15,49 @@ from typing import TYPE_CHECKING, Any
 
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from dmst.kernels import compute_dtype
 from dmst.models.linear import Linear
 
 if TYPE_CHECKING:
     from dmst.models.config import ModelConfig
+
+
+def _by_product(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _in_eights(x: Tensor) -> bool:
+    return x.is_cuda and compute_dtype(x).itemsize == 2
+
+
+class ImageConv(nn.Conv2d):
+    """A convolution whose input channels are padded where tensor cores ask it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        missing = -self.in_channels % 8
+        if not (missing and _in_eights(x)):
+            return super().forward(x)
+        x = x.to(compute_dtype(x))  # as autocast would, but before the channels are copied
+        return self._conv_forward(_pad(x, missing), _pad(self.weight, missing), self.bias)
+
+
+def _pad(x: Tensor, channels: int) -> Tensor:
+    """More channels, of zeros, and channels last in memory (by a view: vmap has no memory formats)."""
+    return rearrange(F.pad(rearrange(x, "b c h w -> b h w c"), (0, channels)), "b h w c -> b c h w")
+
+
+class PatchConv(nn.Conv2d):
+    """A convolution whose stride is its kernel: one product for every patch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _by_product(x):
+            return super().forward(x)
+        i, j = self.kernel_size
+        x = x.to(compute_dtype(x))  # as autocast would, but before the patches are copied
+        patches = rearrange(x, "b c (h i) (w j) -> b h w (c i j)", i=i, j=j)
+        return rearrange(F.linear(patches, self.weight.flatten(1), self.bias), "b h w d -> b d h w")
 
 
 class ConvStem(nn.Module):
@@ -30,8 +71,9 @@ class ConvStem(nn.Module):
         layers: list[nn.Module] = []
         for i in range(count):
             stride = 2 if i >= count - halvings else 1
+            kind = nn.Conv2d if i else ImageConv
             layers += [
-                nn.Conv2d(widths[i], widths[i + 1], 3, stride, 1, bias=False, **factory),
+                kind(widths[i], widths[i + 1], 3, stride, 1, bias=False, **factory),
                 nn.BatchNorm2d(widths[i + 1], **factory),
                 nn.GELU(),
             ]
@@ -47,7 +89,7 @@ class PatchStem(nn.Module):
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
         size = config.patch_size
-        self.projection = nn.Conv2d(config.in_chans, config.dim, size, size, **factory)
+        self.projection = PatchConv(config.in_chans, config.dim, size, size, **factory)
 
     def forward(self, images: Tensor) -> Tensor:
         return rearrange(self.projection(images), "b d h w -> b (h w) d")

@@ -62,29 +62,44 @@ class VisionModel(nn.Module):
     # --- from images to logits ---------------------------------------------------------------------------------------
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(images))
+        return self.forward_head(self.finish(self._encode(images), brief=True))
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Every token at the end, normed: (b, 1 + n, d), or (b, n, d) with readout "mean"."""
+        return self.finish(self._encode(images))
+
+    def _encode(self, images: Tensor) -> Tensor:
+        """The tokens after the last block."""
         z, grid = self.embed(images)
+        pending = None  # what a block leaves for the next one to add
         for block in self.blocks:
-            z = self._run(block, z, grid)
-        return self.finish(z)
+            if not self.grad_checkpointing and isinstance(block, Block) and block.carries(z):
+                z, pending = block.carry(z, pending, grid)
+            else:
+                z, pending = self._run(block, z if pending is None else z + pending, grid), None
+        return z if pending is None else z + pending
 
     def embed(self, images: Tensor) -> tuple[Tensor, Grid]:
         """The tokens that the first block reads, and the grid of their patches."""
         grid = self._grid(images)
         z = self.stem(images)
         if self.config.prefix:
-            z = self._lead(z)
-        return self.position(z, grid), grid
+            z = torch.cat((self._token(z), z), 1)
+        z = self.position(z, grid)
+        return z.to(torch.promote_types(z.dtype, self._kind())), grid  # a stream of the weights' dtype, also under autocast
 
-    def finish(self, z: Tensor) -> Tensor:
-        """From the last block to the classifier's tokens: class attention where there is some, and the norm."""
+    def finish(self, z: Tensor, *, brief: bool = False) -> Tensor:
+        """From the last block to the classifier's tokens: class attention where there is some, and the norm.
+
+        `brief` leaves patches out where class attention ends and `forward_head` reads the class token alone.
+        """
         if self.config.readout == "class_attention":
-            z = self._lead(z)
+            cls = self._token(z)
+            kind = torch.promote_types(cls.dtype, z.dtype)
+            cls, z = cls.to(kind), z.to(kind)
             for block in self.class_blocks:
-                z = self._run(block, z)
+                cls, z = self._run(block, cls, z)
+            z = cls if brief and self.config.global_pool == "token" else torch.cat((cls, z), 1)
         return self.norm(z)
 
     def forward_head(self, z: Tensor, pre_logits: bool = False) -> Tensor:
@@ -98,7 +113,7 @@ class VisionModel(nn.Module):
         for block in self.blocks:
             layers.append(block.trace(z, grid))  # type: ignore[operator]
             z = layers[-1].after_feedforward
-        return Trace(self.forward_head(self.finish(z)), grid, self.config.prefix, layers)
+        return Trace(self.forward_head(self.finish(z, brief=True)), grid, self.config.prefix, layers)
 
     # --- feature maps ------------------------------------------------------------------------------------------------
 
@@ -216,14 +231,20 @@ class VisionModel(nn.Module):
     def _classifier(self, num_classes: int, **factory: Any) -> nn.Module:
         return Linear(self.config.dim, num_classes, **factory) if num_classes else nn.Identity()
 
-    def _run(self, block: nn.Module, *args: Any) -> Tensor:
+    def _run(self, block: nn.Module, *args: Any) -> Any:
         if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, *args, use_reentrant=False)
         return block(*args)
 
-    def _lead(self, z: Tensor) -> Tensor:
+    def _kind(self) -> torch.dtype:
+        """The dtype of the weights; by name: a replica of DataParallel has no parameters()."""
+        weight = self.stem.get_submodule(self.stem.first).weight
+        assert isinstance(weight, Tensor)
+        return weight.dtype
+
+    def _token(self, z: Tensor) -> Tensor:
         assert self.cls_token is not None
-        return torch.cat((self.cls_token.expand(z.shape[0], -1, -1), z), 1)
+        return self.cls_token.expand(z.shape[0], -1, -1)
 
     def _pool(self, z: Tensor) -> Tensor:
         if self.config.global_pool == "token":
@@ -232,9 +253,7 @@ class VisionModel(nn.Module):
 
     def _grid(self, images: Tensor) -> Grid:
         """Rows and columns of patches, or an error that says what does not fit."""
-        weight = self.stem.get_submodule(self.stem.first).weight  # by name: a replica of DataParallel has no parameters()
-        assert isinstance(weight, Tensor)
-        check_images(images, self.config, weight.dtype)
+        check_images(images, self.config, self._kind())
         return images.shape[2] // self.config.patch_size, images.shape[3] // self.config.patch_size
 
     def _indices(self, indices: int | Sequence[int] | None) -> list[int]:

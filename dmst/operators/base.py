@@ -76,10 +76,13 @@ class Operator(nn.Module):
 
     def check(self, z: Tensor) -> None:
         """Refuse what is not (b, n, dim) in the layer's own dtype before anything is computed."""
-        name = type(self).__name__
         if z.ndim != 3 or z.shape[-1] != self.dim:
+            name = type(self).__name__
             raise ShapeError(f"{name} takes tokens of shape (batch, tokens, {self.dim}), not {tuple(z.shape)}.")
         given, dtype = z.dtype, self._a_weight().dtype
+        if given == dtype and given.is_floating_point:
+            return
+        name = type(self).__name__
         mixed = given != dtype and autocast_is_on(z) and torch.float64 not in (given, dtype)
         if not given.is_floating_point or (given != dtype and not mixed):
             raise ShapeError(

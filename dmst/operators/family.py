@@ -9,12 +9,14 @@ A member states its `Form` and which weights it owns; nothing else differs. The 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from dmst import kernels, objective, rotary
 from dmst.errors import choose, flag, number
@@ -79,27 +81,33 @@ class TokenStatistics(Operator):
 
     def weights(self) -> Weights:
         """The tensors of the layer, as they enter the products."""
-        subspace, assign, out = self.subspace, self.assign, self.out
+        own = getattr if torch.compiler.is_compiling() else _own
+        subspace, theta = own(self, "subspace"), own(self, "theta")
+        weight, bias = _weight_and_bias(subspace, own)
         return Weights(
-            subspace.basis() if isinstance(subspace, OrthonormalLinear) else subspace.weight,
-            subspace.bias,
-            None if assign is None else assign.weight,
-            None if assign is None else assign.bias,
-            None if out is None else out.weight,
-            None if out is None else out.bias,
-            self.temperature,
-            None if self.theta is None else F.softplus(self.theta),
+            subspace.basis() if isinstance(subspace, OrthonormalLinear) else weight,
+            bias,
+            *_weight_and_bias(own(self, "assign"), own),
+            *_weight_and_bias(own(self, "out"), own),
+            own(self, "temperature"),
+            None if theta is None else F.softplus(theta),
         )
 
     def _a_weight(self) -> Tensor:
-        return self.subspace.weight
+        if torch.compiler.is_compiling():
+            return self.subspace.weight
+        return _own(_own(self, "subspace"), "weight")
 
     def subspaces(self) -> Tensor:
         return rearrange(self.weights().subspace, "(k p) d -> k d p", k=self.num_heads)
 
     def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
         self.check(z)
-        return self.proj_drop(kernels.attend(z, self.weights(), self.form, grid=grid, skip=self.skip_silent))
+        update = kernels.attend(z, self.weights(), self.form, grid=grid, skip=self.skip_silent)
+        if torch.compiler.is_compiling():
+            return self.proj_drop(update)
+        drop = _own(self, "proj_drop")
+        return update if _is_idle(drop) else drop(update)
 
     def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
         """The very steps that `forward` takes, in plain torch, every head."""
@@ -114,3 +122,33 @@ class TokenStatistics(Operator):
         projected, membership, gate, _ = self.decompose(z, grid=grid)
         assert projected is not None and membership is not None
         return objective.variational_rate(projected, membership, gate, eps=eps)
+
+
+# --- what nn.Module is slow at: an eager call waits for the host ----------------------------------------------------------
+
+
+def _own(module: nn.Module, name: str) -> Any:
+    """A parameter or a child of the module: `getattr`, which looks for them last, after everything else has failed."""
+    held = module.__dict__
+    if name in held:
+        return held[name]
+    for kind in ("_parameters", "_modules"):
+        if name in held[kind]:
+            return held[kind][name]
+    return getattr(module, name)
+
+
+def _weight_and_bias(linear: Any, own: Callable[[Any, str], Any]) -> tuple[Any, Any]:
+    if linear is None:
+        return None, None
+    if type(linear) is nn.Linear:  # no subclass, whose weight may be computed: torch.nn.utils.parametrize makes one
+        return own(linear, "weight"), own(linear, "bias")
+    return linear.weight, linear.bias
+
+
+def _is_idle(drop: nn.Module) -> bool:
+    """Whether it returns what it is given and nobody listens: then it need not be called."""
+    if type(drop) is not nn.Dropout or (drop.p and drop.training):
+        return False
+    hooks = drop._forward_hooks or drop._forward_pre_hooks or drop._backward_hooks or drop._backward_pre_hooks
+    return not (hooks or "forward" in drop.__dict__ or _has_any_global_hook())

@@ -18,7 +18,7 @@ from dmst.kernels.form import MEMBERSHIP, Form, Weights
 from dmst.kernels.fused import hopper, resident
 from dmst.kernels.fused.adjoint import adjoint_kernel
 from dmst.kernels.fused.by_position import position_assign_kernel, position_score_kernel, rotated_kernel
-from dmst.kernels.fused.columns import columns_kernel
+from dmst.kernels.fused.columns import columns_kernel, totals_kernel
 from dmst.kernels.fused.core import MODES
 from dmst.kernels.fused.energy import energy_adjoint_kernel, energy_kernel
 from dmst.kernels.fused.gate import GATES
@@ -45,6 +45,14 @@ class Kept(NamedTuple):
     channel: Tensor | None  # (b, k, p), TSSA's energy of each channel
 
 
+class Flow(NamedTuple):
+    """What reaches a layer's tokens, not yet added up: dz = product + rot^T sum_k (dscores + dpooled)_k assign_k."""
+
+    product: Tensor  # (b, n, d): dS U^T
+    dscores: Tensor | None = None  # (b, n, k); None where the layer has no scores
+    dpooled: Tensor | None = None  # (b, k): each token's share of the gate
+
+
 NOTHING = Kept(*(None,) * len(Kept._fields))  # type: ignore[arg-type]  # what a layer with save="nothing" keeps
 
 
@@ -58,11 +66,15 @@ def flat(weights: Weights) -> Weights:
     return weights._replace(**{name: x.contiguous() for name, x in zip(names, small, strict=True) if x is not None})
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *onto: Tensor | None) -> Tensor:
+    """x W + bias; onto z and keep, where it is made `by_hand`: z + keep * that."""
+    return hopper.product(x, weight, bias, *onto) if by_hand(x) else F.linear(x, weight, bias)
+
+
+def by_hand(x: Tensor) -> bool:
+    """Whether our own product serves."""
     b, n, d = x.shape
-    if plan.by_hand(b * n) and hopper.serves(x.device, x.dtype, d, 16) and unhurried(x):
-        return hopper.product(x, weight, bias)
-    return F.linear(x, weight, bias)
+    return plan.by_hand(b * n) and hopper.serves(x.device, x.dtype, d, 16) and unhurried(x)
 
 
 def unhurried(x: Tensor) -> bool:
@@ -72,12 +84,32 @@ def unhurried(x: Tensor) -> bool:
 
 
 def column_sums(x: Tensor) -> Tensor:
+    """In parts, a row a program."""
     rows, d = x.shape
     span = max(64, over(rows, 132))
     splits = over(rows, span)
     part = torch.empty(splits, d, device=x.device, dtype=F32)
     launch(columns_kernel, _plan_columns(splits, d), x, part, rows, span)
-    return part.sum(0)
+    return part
+
+
+def add_up(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each a sum over its first axis, five at most by one launch; float32."""
+    if not parts:
+        return {}
+    made = {name: torch.empty(part.shape[1:], device=part.device, dtype=F32) for name, part in parts.items()}
+    count = len(parts)
+    spare = (None,) * (5 - count), (0,) * (5 - count)
+    rows, columns = [len(part) for part in parts.values()], [out.numel() for out in made.values()]
+    cut = _plan_totals(tuple(columns))
+    sizes = (*rows, *spare[1], *columns, *spare[1])
+    launch(totals_kernel, cut, *parts.values(), *spare[0], *made.values(), *spare[0], *sizes)
+    return made
+
+
+@lru_cache(1024)
+def _plan_totals(columns: tuple[int, ...]) -> Cut:
+    return planned((sum(over(c, 8) for c in columns),), COUNT=len(columns), ROWS=512, COLUMNS=8, num_warps=8)
 
 
 @lru_cache(1024)
@@ -194,13 +226,19 @@ def membership(
         moments(projected, None, None, None, energy, mass, None, None, None, None, form, sweep, None)
         channel = energy.sum(1).clamp_(min=1e-24)
     out = torch.empty(b, n, k, device=projected.device, dtype=F32)
+    tiles, cut = _plan_energy(b, n, k, p, channel is not None, scores is not None)
+    launch(energy_kernel, cut, projected, channel, weights.temperature, scores, out, n, tiles)
+    return out, channel
+
+
+@lru_cache(1024)
+def _plan_energy(b: int, n: int, k: int, p: int, normalize: bool, scored: bool) -> tuple[int, Cut]:
+    """And the tiles of a sample."""
     heads, width = plan.power_of_two(k), plan.power_of_two(p)
     tokens = max(1, min(16, 4096 // (heads * width)))
-    energy_kernel[(b * over(n, tokens),)](
-        projected, channel, weights.temperature, scores, out, n, over(n, tokens),
-        K=k, P=p, HEADS=heads, WIDTH=width, TOKENS=tokens, NORMALIZE=channel is not None, SCORED=scores is not None,
-    )  # fmt: skip
-    return out, channel
+    tiles = over(n, tokens)
+    constants = {"K": k, "P": p, "HEADS": heads, "WIDTH": width, "TOKENS": tokens}
+    return tiles, planned((b * tiles,), **constants, NORMALIZE=normalize, SCORED=scored)
 
 
 def open_gate(sums: Tensor | None, n: int, form: Form) -> tuple[Tensor | None, Tensor | None]:
@@ -326,17 +364,25 @@ def adjoint(
     dtheta = torch.empty(b, k, **new) if form.mode == "proximal" else None
     part = torch.empty(b, sweep.splits, k, p, **new) if sweep.splits > 1 else None
     dbias = torch.empty(b, sweep.splits, k, p, **new) if wants_bias else None
+    given = (flow, kept.projected, kept.membership, kept.second_moment, kept.gate, kept.divisor, weights.theta)
+    made = (part, dscores, dgate, dtheta, dbias)
     for phase in ((True, True),) if part is None else ((True, False), (False, True)):
-        adjoint_kernel[(b, sweep.splits, over(k, sweep.heads))](
-            flow, kept.projected, kept.membership, kept.second_moment, kept.gate, kept.divisor, weights.theta,
-            part, dscores, dgate, dtheta, dbias,
-            n, sweep.span, sweep.splits, form.sign,
-            K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
-            MODE=MODES[form.mode], GATED=kept.gate is not None, UNIFORM=form.uniform_moment,
-            SIGMOID=sigmoid, WEIGHTED=weighted, SUM=phase[0], PULL=phase[1], BIAS=dbias is not None,
-            STAGES=sweep.stages, num_warps=sweep.warps,
-        )  # fmt: skip
+        cut = _plan_adjoint(form, b, p, sweep, kept.gate is not None, weighted, phase, dbias is not None)
+        launch(adjoint_kernel, cut, *given, *made, n, sweep.span, sweep.splits, form.sign)
     return dscores, dgate, dtheta, dbias
+
+
+@lru_cache(1024)
+def _plan_adjoint(
+    form: Form, b: int, p: int, sweep: plan.Sweep, gated: bool, weighted: bool, phase: tuple[bool, bool], bias: bool
+) -> Cut:
+    k = form.num_heads
+    return planned(
+        (b, sweep.splits, over(k, sweep.heads)),
+        K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+        MODE=MODES[form.mode], GATED=gated, UNIFORM=form.uniform_moment, SIGMOID=form.membership == "sigmoid",
+        WEIGHTED=weighted, SUM=phase[0], PULL=phase[1], BIAS=bias, STAGES=sweep.stages, num_warps=sweep.warps,
+    )  # fmt: skip
 
 
 def energy_adjoint(
@@ -352,20 +398,27 @@ def energy_adjoint(
     if kept.channel is not None:  # at the floor the divisor is a constant
         mean = torch.where(kept.channel > 1e-24, mean, 0)
     dbias = torch.empty(b, sweep.splits, k, p, device=flow.device, dtype=F32) if wants_bias else None
-    energy_adjoint_kernel[(b, sweep.splits, over(k, sweep.heads))](
-        flow, kept.projected, dlogits, kept.channel, mean, weights.temperature, dbias,
-        n, sweep.span, sweep.splits,
-        K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
-        NORMALIZE=kept.channel is not None, BIAS=dbias is not None, STAGES=sweep.stages, num_warps=sweep.warps,
-    )  # fmt: skip
+    cut = _plan_energy_adjoint(b, k, p, sweep, kept.channel is not None, wants_bias)
+    given = (flow, kept.projected, dlogits, kept.channel, mean, weights.temperature, dbias)
+    launch(energy_adjoint_kernel, cut, *given, n, sweep.span, sweep.splits)
     return dtemperature, dbias
+
+
+@lru_cache(1024)
+def _plan_energy_adjoint(b: int, k: int, p: int, sweep: plan.Sweep, normalize: bool, bias: bool) -> Cut:
+    return planned(
+        (b, sweep.splits, over(k, sweep.heads)),
+        K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+        NORMALIZE=normalize, BIAS=bias, STAGES=sweep.stages, num_warps=sweep.warps,
+    )  # fmt: skip
 
 
 def score_adjoint(
     z: Tensor, flow: Tensor, weight_in: Tensor, dscores: Tensor, dgate: Tensor | None, kept: Kept, weights: Weights,
     form: Form, factors: rotary.Factors | None, wanted: Weights, wants_z: bool, grads: dict[str, Tensor],
-) -> Tensor | None:  # fmt: skip
-    """dz = dS U^T + what the scores ask, in place where the product has its dtype; and the gradients of `assign`."""
+    parts: dict[str, Tensor], apart: bool,
+) -> Tensor | Flow | None:  # fmt: skip
+    """dz = dS U^T + what the scores ask, in place where the product has its dtype, or `apart`; `assign`'s gradients."""
     b, n, d = z.shape
     assert weights.assign is not None
     dpooled = None
@@ -373,12 +426,14 @@ def score_adjoint(
         dpooled = torch.empty_like(dgate)
         launch(gate_adjoint_kernel, _plan_gate(form, b), dgate, kept.pooled, dpooled, n, form.gate_scale)
     if wanted.assign:
-        grads["assign"] = _assign_adjoint(z, dscores, dpooled, form, factors)
+        parts["assign"] = _assign_adjoint(z, dscores, dpooled, form, factors)
     if wanted.assign_bias:
         grads["assign_bias"] = dscores.sum((0, 1)) + (0 if dpooled is None else n * dpooled.sum(0))
     if not wants_z:
         return None
     product = flow @ weight_in
+    if apart:
+        return Flow(product.view_as(z), dscores, dpooled)
     dz = product.view_as(z) if product.dtype == z.dtype else torch.empty_like(z)
     assign, assign_kind = words(weights.assign)
     step = _step(factors)
@@ -409,18 +464,26 @@ def _assign_adjoint(z: Tensor, dscores: Tensor, dpooled: Tensor | None, form: Fo
         part = torch.empty(over(n, run), k, d, device=z.device, dtype=F32)
         given = (z, dscores, dpooled, *factors.far, *factors.near)
         launch(position_assign_kernel, cut, *given, part, b, n, factors.step, run)
-        return part.sum(0)
+        return part
+    tokens, token_kind = words(z)
+    turned, step = factors is not None, _step(factors)
+    tiles, run, cut = _plan_into_assign(b, n, d, k, token_kind, dpooled is not None, turned, step, plan.ASSIGN_PROGRAMS)
+    part = torch.empty(cut.grid[0], k, d, device=z.device, dtype=F32)
+    turn = _turn_arguments(factors, z)
+    launch(into_assign_kernel, cut, tokens, dscores, dpooled, *turn, part, n, step, tiles, run, b * tiles)
+    return part
+
+
+@lru_cache(1024)
+def _plan_into_assign(
+    b: int, n: int, d: int, k: int, token_kind: int, gated: bool, turned: bool, step: int, programs: int
+) -> tuple[int, int, Cut]:
+    """And the tiles of a sample, and those of a program."""
     tile = plan.into_assign(d)
     tiles = over(n, tile.tokens)
-    run = over(b * tiles, plan.ASSIGN_PROGRAMS)
-    programs = over(b * tiles, run)
-    part = torch.empty(programs, k, d, device=z.device, dtype=F32)
-    tokens, token_kind = words(z)
-    into_assign_kernel[(programs, over(d, tile.channels), over(k, GROUP))](
-        tokens, dscores, dpooled, *_turn_arguments(factors, z), part, n, _step(factors), tiles, run, b * tiles,
-        K=k, Z=token_kind, GATED=dpooled is not None, **_turned(d, tile, factors is not None, _step(factors)),
-    )  # fmt: skip
-    return part.sum(0)
+    run = over(b * tiles, programs)
+    grid = (over(b * tiles, run), over(d, tile.channels), over(k, GROUP))
+    return tiles, run, planned(grid, K=k, Z=token_kind, GATED=gated, **_turned(d, tile, turned, step))
 
 
 @lru_cache(1024)

@@ -4,6 +4,7 @@
     project    s = x weight^T + bias, float32        weighted_nki = pi_nk s_nki, in place of s
                energy_ki = sum_n pi_nk s_nki^2       mass_k = sum_n pi_nk
     fold_out   out_b = x_b weight_b^T + bias         a weight for each sample
+    onto z     z_b + keep_b out_b in place of out, in the dtype of z, from the float32 sums
 
 One program a multiprocessor, as long as the launch lasts. It holds 192, 128 or 64 rows of the weight in shared memory, that is
 its columns of the output (whole heads), and walks over its share of the tokens. Its warps have three tasks at the same time:
@@ -12,14 +13,18 @@ its columns of the output (whole heads), and walks over its share of the tokens.
     consumer 0   four warps: a tile of 64 tokens, first its products, then what becomes of them
     consumer 1   the same with another tile, and multiplies while consumer 0 finishes
 
+Onto z: behind a tile's pieces of x the producer brings those of z, 64 tokens by 64 channels, in float32 by 32. A consumer adds
+to them where they lie, and from there the copy engine takes the sum: no page, and 10 slots.
+
 A consumer takes a run of `tiles` tiles, the two of them a pair of runs, a program pairs that follow each other. The sums of
 `project` stay in registers for a run. Each warp has a quarter of every tile and leaves a row of its own: 4 n / (64 tiles) rows
 a sample, all of them written.
 
-Barriers. Slots follow the order of the producer. That a piece has come is told on one of 8 barriers of its consumer, in the
-order of that consumer's pieces: a common barrier could be two phases behind the one who waits, which its parity does not show.
-A piece of the weight has two, for "it is there" and for "both consumers are done with it", so that the next sample's pieces
-come while the last ones are still in use.
+Barriers. Slots follow the order of the producer. That a piece has come is told on one of as many barriers of its consumer, in
+the order of that consumer's pieces: a common barrier could be two phases behind the one who waits, which its parity does not
+show. A piece of the weight has two, for "it is there" and for "both consumers are done with it", so that the next sample's
+pieces come while the last ones are still in use. A consumer has given back every slot of a tile when it waits for its next
+tile: the other's lies between them, and the ring may hold no more than that.
 """
 
 # mypy: disallow-untyped-defs=False, disable-error-code=assignment
@@ -49,20 +54,22 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     GLUON = triton.__version__.startswith(("3.6.", "3.7.", "3.8."))  # an experiment of theirs: only where this was compiled
-    SWIZZLED = gl.NVMMASharedLayout(128, 16, 2)
+    SWIZZLED, WIDE = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 32, 2)
 except ImportError:
     import triton as gluon  # enough for the definitions below, which nobody calls then
     import triton.language as gl
 
     GLUON = False
 
-SLOTS: gl.constexpr = gl.constexpr(8)  # 8 KB each: what a weight of width 384 leaves free
-
 
 @gluon.jit
-def _produce(x, weight, shared, barriers, work, D: gl.constexpr, COLUMNS: gl.constexpr, BY_SAMPLE: gl.constexpr):
-    """Every piece of x in the order in which it is needed, and those of the weight with the first tile that needs them."""
+def _produce(
+    x, weight, residual, shared, barriers, work,
+    D: gl.constexpr, COLUMNS: gl.constexpr, ALL: gl.constexpr, BY_SAMPLE: gl.constexpr,
+):  # fmt: skip
+    """Every piece of x and z in the order in which it is needed, and of the weight with the first tile that needs it."""
     PIECES: gl.constexpr = D // 64
+    SLOTS: gl.constexpr = shared[0].shape[0]
     ring, weights, rests = shared
     full, empty, weight_full, weight_empty = barriers
     first, last, tiles, pairs, block = work
@@ -79,7 +86,7 @@ def _produce(x, weight, shared, barriers, work, D: gl.constexpr, COLUMNS: gl.con
             turn = 0
             fresh = tile == 0
         for k in gl.static_range(PIECES):
-            piece, mine = tile * PIECES + k, own * PIECES + k
+            piece, mine = tile * ALL + k, own * ALL + k
             mbarrier.wait(empty.index(piece % SLOTS), (piece // SLOTS + 1) & 1)
             here = full.index(which * SLOTS + mine % SLOTS)
             mbarrier.expect(here, 64 * 64 * 2)
@@ -91,15 +98,23 @@ def _produce(x, weight, shared, barriers, work, D: gl.constexpr, COLUMNS: gl.con
                     to = rests.index(k) if c == 2 else weights.index(k).slice(c * 64, 64)
                     at = sample * D + block * COLUMNS + c * 64
                     tma.async_copy_global_to_shared(weight, [at, k * 64], weight_full.index(k), to)
+        for k in gl.static_range(PIECES, ALL):
+            piece, mine = tile * ALL + k, own * ALL + k
+            mbarrier.wait(empty.index(piece % SLOTS), (piece // SLOTS + 1) & 1)
+            here = full.index(which * SLOTS + mine % SLOTS)
+            mbarrier.expect(here, 64 * 64 * 2)
+            column = block * COLUMNS + (k - PIECES) * residual.block_shape[1]
+            tma.async_copy_global_to_shared(residual, [row, column], here, _seen(ring.index(piece % SLOTS), residual))
 
 
 @gluon.jit
 def _multiply(
     shared, barriers, tile, turn, done,
-    D: gl.constexpr, COLUMNS: gl.constexpr, WHICH: gl.constexpr, BY_SAMPLE: gl.constexpr,
+    D: gl.constexpr, COLUMNS: gl.constexpr, ALL: gl.constexpr, WHICH: gl.constexpr, BY_SAMPLE: gl.constexpr,
 ):  # fmt: skip
     """The products of one tile, in pieces of 64 columns. A piece of x is given back once the next product is on its way."""
     PIECES: gl.constexpr = D // 64
+    SLOTS: gl.constexpr = shared[0].shape[0]
     MOST: gl.constexpr = 64 if COLUMNS == 64 else 128
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MOST, 16])
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -111,7 +126,7 @@ def _multiply(
         tile >> 30
     )  # which the compiler does not know: it would keep the addresses of all pieces in registers, and spill them
     for k in gl.static_range(PIECES):
-        piece, mine = tile * PIECES + k, tile // 2 * PIECES + k
+        piece, mine = tile * ALL + k, tile // 2 * ALL + k
         mbarrier.wait(full.index(WHICH * SLOTS + mine % SLOTS), (mine // SLOTS) & 1)
         mbarrier.wait(weight_full.index(k), turn)
         x = ring.index(piece % SLOTS)
@@ -123,12 +138,12 @@ def _multiply(
                 sums, others = warpgroup_mma_wait(2, deps=(sums, others))
             else:
                 sums = warpgroup_mma_wait(1, deps=(sums,))
-            _release(empty, weight_empty, piece - 1, k - 1, done, BY_SAMPLE)
+            _release(empty, weight_empty, (piece - 1) % SLOTS, k - 1, done, BY_SAMPLE)
     if COLUMNS == 192:
         sums, others = warpgroup_mma_wait(0, deps=(sums, others))
     else:
         sums = warpgroup_mma_wait(0, deps=(sums,))
-    _release(empty, weight_empty, tile * PIECES + PIECES - 1, PIECES - 1, done, BY_SAMPLE)
+    _release(empty, weight_empty, (tile * ALL + PIECES - 1) % SLOTS, PIECES - 1, done, BY_SAMPLE)
     if COLUMNS == 64:
         pieces = (sums,)
     else:
@@ -140,11 +155,56 @@ def _multiply(
 
 
 @gluon.jit
-def _release(empty, weight_empty, piece, k, done, BY_SAMPLE: gl.constexpr):
+def _release(empty, weight_empty, slot, k, done, BY_SAMPLE: gl.constexpr):
     """Gives back a piece of x, and that of the weight if it was the last product of the sample."""
-    mbarrier.arrive(empty.index(piece % SLOTS), count=1)
+    mbarrier.arrive(empty.index(slot), count=1)
     if BY_SAMPLE:
         mbarrier.arrive(weight_empty.index(k), count=1, pred=done)
+
+
+@gluon.jit
+def _seen(slot, residual):
+    """A slot as it holds a piece of z."""
+    return slot._reinterpret(residual.dtype, [64, residual.block_shape[1]], residual.layout)
+
+
+@gluon.jit
+def _kept(keep_ptr, row, rows, n):
+    """The factors of a tile's 64 tokens, as a consumer's threads hold them."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    token = gl.minimum(row + gl.arange(0, 64, layout=LAYOUT), rows - 1)
+    return gl.load(keep_ptr + token // n).to(gl.float32)
+
+
+@gluon.jit
+def _onto(
+    s, out, residual, shared, barriers, tile, row, column,
+    c: gl.constexpr, PIECES: gl.constexpr, ALL: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """z + s of 64 columns, made where z lies. A slot is given back once the next is on its way out, when it has been read."""
+    SLOTS: gl.constexpr = shared[0].shape[0]
+    WIDTH: gl.constexpr = residual.block_shape[1]
+    FIRST: gl.constexpr = PIECES + c * (64 // WIDTH)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    ring, full, empty = shared[0], barriers[0], barriers[1]
+    if WIDTH == 64:
+        parts = (s,)
+    else:
+        left, right = s.reshape([64, 2, 32]).permute(0, 2, 1).split()
+        parts = (gl.convert_layout(left, LAYOUT, assert_trivial=True), gl.convert_layout(right, LAYOUT, assert_trivial=True))
+    for k in gl.static_range(FIRST, FIRST + 64 // WIDTH):
+        piece, mine = tile * ALL + k, tile // 2 * ALL + k
+        mbarrier.wait(full.index(WHICH * SLOTS + mine % SLOTS), (mine // SLOTS) & 1)
+        z = _seen(ring.index(piece % SLOTS), residual)
+        z.store((z.load(LAYOUT).to(gl.float32) + parts[k - FIRST]).to(z.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [row, column + (k - FIRST) * WIDTH], z)
+        if k > PIECES:
+            tma.store_wait(1)
+            mbarrier.arrive(empty.index((piece - 1) % SLOTS), count=1)
+        if k == ALL - 1:
+            tma.store_wait(0)
+            mbarrier.arrive(empty.index(piece % SLOTS), count=1)
 
 
 @gluon.jit
@@ -194,12 +254,12 @@ def _leave(energy, mass, energy_ptr, mass_ptr, part, real, block, D: gl.constexp
 @gluon.jit
 def _consume(
     given, page, rows, shared, barriers, work,
-    D: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, WHICH: gl.constexpr,
+    D: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, ALL: gl.constexpr, WHICH: gl.constexpr,
     BIAS: gl.constexpr, MOMENTS: gl.constexpr, BY_SAMPLE: gl.constexpr,
 ):  # fmt: skip
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     HEADS: gl.constexpr = COLUMNS // P
-    out, membership_ptr, bias_ptr, energy_ptr, mass_ptr = given
+    out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, residual, keep_ptr, n = given
     first, last, tiles, pairs, block = work
     head = block * HEADS
     if BIAS:
@@ -222,7 +282,9 @@ def _consume(
             row = (part * tiles + step) * 64
             if MOMENTS:  # on their way during the products
                 shares = _shares(membership_ptr, gl.minimum(row, rows - 64), head, D // P, HEADS)
-            sums = _multiply(shared, barriers, tile, turn, done, D, COLUMNS, WHICH, BY_SAMPLE)
+            if keep_ptr is not None:
+                keep = _kept(keep_ptr, row, rows, n)
+            sums = _multiply(shared, barriers, tile, turn, done, D, COLUMNS, ALL, WHICH, BY_SAMPLE)
             if MOMENTS:
                 added = ()
                 summed = ()
@@ -236,10 +298,15 @@ def _consume(
                 value = s
                 if MOMENTS:
                     value = _spread(shares, P, c * 64) * s
-                tma.store_wait(0)  # the page has been read
-                page.store(value.to(page.dtype))
-                fence_async_shared()
-                tma.async_copy_shared_to_global(out, [row, block * COLUMNS + c * 64], page)
+                if keep_ptr is not None:
+                    value *= gl.expand_dims(keep, 1)
+                if residual is not None:
+                    _onto(value, out, residual, shared, barriers, tile, row, block * COLUMNS + c * 64, c, D // 64, ALL, WHICH)
+                else:
+                    tma.store_wait(0)  # the page has been read
+                    page.store(value.to(page.dtype))
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(out, [row, block * COLUMNS + c * 64], page)
                 if MOMENTS:
                     added += (energy[c] + _by_warp(value * s),)
             if MOMENTS:
@@ -252,12 +319,14 @@ def _consume(
 @launched
 @gluon.jit
 def hopper_kernel(
-    x, weight, out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, rows, tiles, pairs,
+    x, weight, out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, rows, tiles, pairs, residual, keep_ptr, n,
     D: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, BIAS: gl.constexpr, MOMENTS: gl.constexpr,
     BY_SAMPLE: gl.constexpr,
 ):  # fmt: skip
-    """x and out (rows, D), weight (D, D) or one below the other; a sample has `pairs` pairs."""
+    """x, out and z (rows, D), weight (D, D) or one below the other; a sample has `pairs` pairs, n tokens."""
     PIECES: gl.constexpr = D // 64
+    SLOTS: gl.constexpr = 8 if residual is None else 10  # 8 KB each: what a weight of width 384 leaves free
+    ALL: gl.constexpr = PIECES if residual is None else PIECES + COLUMNS // residual.block_shape[1]  # of a tile
     BLOCKS: gl.constexpr = D // COLUMNS
     block, group = gl.program_id(0) % BLOCKS, gl.program_id(0) // BLOCKS
     groups = gl.num_programs(0) // BLOCKS
@@ -267,8 +336,8 @@ def hopper_kernel(
     ring = gl.allocate_shared_memory(x.dtype, [SLOTS, 64, 64], x.layout)
     weights = gl.allocate_shared_memory(x.dtype, [PIECES, 64 if COLUMNS == 64 else 128, 64], x.layout)
     rests = gl.allocate_shared_memory(x.dtype, [PIECES, 64, 64], x.layout) if COLUMNS == 192 else weights
-    page0 = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout)
-    page1 = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout)
+    page0 = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout) if residual is None else ring
+    page1 = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout) if residual is None else ring
     full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     weight_full = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
@@ -285,12 +354,12 @@ def hopper_kernel(
     shared = (ring, weights, rests)
     barriers = (full, empty, weight_full, weight_empty)
     work = (first, last, tiles, pairs, block)
-    given = (out, membership_ptr, bias_ptr, energy_ptr, mass_ptr)
+    given = (out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, residual, keep_ptr, n)
     gl.warp_specialize(
         [
-            (_consume, (given, page0, rows, shared, barriers, work, D, COLUMNS, P, 0, BIAS, MOMENTS, BY_SAMPLE)),
-            (_consume, (given, page1, rows, shared, barriers, work, D, COLUMNS, P, 1, BIAS, MOMENTS, BY_SAMPLE)),
-            (_produce, (x, weight, shared, barriers, work, D, COLUMNS, BY_SAMPLE)),
+            (_consume, (given, page0, rows, shared, barriers, work, D, COLUMNS, P, ALL, 0, BIAS, MOMENTS, BY_SAMPLE)),
+            (_consume, (given, page1, rows, shared, barriers, work, D, COLUMNS, P, ALL, 1, BIAS, MOMENTS, BY_SAMPLE)),
+            (_produce, (x, weight, residual, shared, barriers, work, D, COLUMNS, ALL, BY_SAMPLE)),
         ],
         [4, 1],
         [240, 24],
@@ -322,17 +391,21 @@ def serves(device: torch.device, dtype: torch.dtype, d: int, p: int) -> bool:
     return _machine(torch.cuda.current_device() if device.index is None else device.index)[0]
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (..., d) by weight (d, d) transposed, and bias (d)."""
-    out = torch.empty_like(x)
-    _launch(x, weight, bias, out)
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, keep: Tensor | None = None
+) -> Tensor:
+    """x (b, n, d) by weight (d, d) transposed, and bias (d); or residual (b, n, d) + keep (b, 1, 1) times that."""
+    out = torch.empty_like(x if residual is None else residual)
+    _launch(x, weight, bias, out, residual=residual, keep=keep)
     return out
 
 
-def fold_out(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-    """x (b, n, d) by the weight of each sample (b, d, d) transposed, and bias (d); n is a multiple of 128."""
-    out = torch.empty_like(x)
-    _launch(x, weights, bias, out, pairs=x.shape[1] // 128)
+def fold_out(
+    x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor | None = None, keep: Tensor | None = None
+) -> Tensor:
+    """`product` with the weight of each sample (b, d, d); n is a multiple of 128."""
+    out = torch.empty_like(x if residual is None else residual)
+    _launch(x, weights, bias, out, pairs=x.shape[1] // 128, residual=residual, keep=keep)
     return out
 
 
@@ -363,12 +436,16 @@ def _tiles(rows: int, n: int, groups: int) -> int:
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, membership: Tensor | None = None,
     energy: Tensor | None = None, mass: Tensor | None = None, p: int = 16, tiles: int = 1, pairs: int = 1,
+    residual: Tensor | None = None, keep: Tensor | None = None,
 ) -> None:  # fmt: skip
     d = x.shape[-1]
     rows, moments = x.numel() // d, membership is not None
+    onto = None if residual is None else _pieces(residual, d)
+    factors, n = (None, 1) if keep is None else (keep.contiguous(), x.shape[1])
     launch(
         hopper_kernel, _plan(x.get_device(), rows, d, p, tiles, bias is not None, moments, weight.dim() == 3),
         _pieces(x, d), _pieces(aligned(weight), d), _pieces(out, d), membership, bias, energy, mass, rows, tiles, pairs,
+        onto, factors, n,
     )  # fmt: skip
 
 
@@ -383,9 +460,9 @@ def _plan(index: int, rows: int, d: int, p: int, tiles: int, bias: bool, moments
 
 
 def _pieces(x: Tensor, d: int) -> Any:
-    """x as (rows, d) in pieces of 64 by 64, for the copy engine. Its constructor would check at length what is known here."""
+    """x as (rows, d), for the copy engine: 8 KB of 64 rows. Its constructor would check at length what is known here."""
     assert x.data_ptr() % 16 == 0, "base must be 16-byte aligned"
     made = object.__new__(TensorDescriptor)
     made.base, made.shape, made.strides = x, [x.numel() // d, d], [d, 1]
-    made.block_shape, made.layout = [64, 64], SWIZZLED
+    made.block_shape, made.layout = ([64, 32], WIDE) if x.dtype == torch.float32 else ([64, 64], SWIZZLED)
     return made

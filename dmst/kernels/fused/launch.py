@@ -23,6 +23,8 @@ the kernel that was set anew. And so does every launch under the interpreter or 
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -67,10 +69,66 @@ def planned(grid: tuple[int, ...], **constants: Any) -> Cut:
     return Cut(grid, _one(tuple(constants), tuple(constants.values())))
 
 
+class _Recording(threading.local):
+    """Who writes down the launches of this thread (`tape`)."""
+
+    by: Any = None
+
+
+recording = _Recording()
+
+
 def launch(kernel: Any, cut: Cut, *args: Any) -> Any:
+    return go(kernel, cut, args) if recording.by is None else recording.by.launch(kernel, cut, args)
+
+
+def go(kernel: Any, cut: Cut, args: tuple) -> Any:
     if isinstance(kernel, _Short):
         return kernel._launch(*cut, args)
     return kernel[cut.grid](*args, **cut.constants)
+
+
+def found(kernel: Any, cut: Cut, args: tuple) -> tuple | None:
+    """What the kernel remembers of launches of this kind; None where each of them goes Triton's way."""
+    if not isinstance(kernel, _Short) or type(cut.grid) is not tuple or kernel._is_watched():
+        return None
+    kind = kernel._kind(driver.active.get_current_device(), cut.constants, args)
+    return None if kind is None else kernel.remembered.get(kind[0])
+
+
+def stream(device: int) -> int:
+    return driver.active.get_current_stream(device)
+
+
+class Given(NamedTuple):
+    """In place of an argument of a launcher: which one."""
+
+    place: int
+
+
+def straight(run: Any, count: int) -> tuple[Callable[..., Any], tuple] | None:
+    """What a launcher calls in the end, and with what: `Given` where it passes on one of its own 9 + count arguments.
+
+    A launcher asks each time whether its kernel wants scratch memory. Where it does not, what it does is found by watching a
+    copy of it at work, twice; None where that is not simply passing its arguments on.
+    """
+    if type(run).__name__ != "CudaLauncher" or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    seen: list[tuple] = []
+    twin = copy.copy(run)
+    twin.launch = lambda *args: seen.append(args)
+    ours = [None if 6 <= place < 9 else Given(place) for place in range(9 + count)]  # what hooks read is nothing
+    try:
+        for _ in range(2):
+            twin(*ours)
+        first, second = seen
+    except Exception:
+        return None
+    every = [x for arg in first for x in (arg if type(arg) is tuple else (arg,))]
+    again = [x for arg in second for x in (arg if type(arg) is tuple else (arg,))]
+    same = len(every) == len(again) and all(x is y for x, y in zip(every, again, strict=True))
+    once = sorted(x.place for x in every if type(x) is Given) == [x.place for x in ours if x is not None]
+    return (run.launch, first) if same and once else None
 
 
 def launched(kernel: Any) -> Any:
@@ -80,6 +138,18 @@ def launched(kernel: Any) -> Any:
     if short is not None:
         kernel.__class__, kernel.remembered = short, {}
     return kernel
+
+
+def watched() -> bool:
+    """Somebody wants to see each launch, or other kernels than the usual."""
+    runtime = knobs.runtime
+    return bool(
+        getattr(runtime.launch_enter_hook, "calls", True)  # anything but an empty chain
+        or getattr(runtime.launch_exit_hook, "calls", True)
+        or runtime.debug
+        or knobs.compilation.instrumentation_mode
+        or runtime.add_stages_inspection_hook is not None
+    )
 
 
 class _Short:
@@ -100,24 +170,10 @@ class _Short:
             return self.run(*args, grid=grid, warmup=False, **constants)
         active = driver.active
         device = active.get_current_device()
-        kind: list[Any] = [device, constants]
-        values = list(args)
-        for place, arg in enumerate(args):
-            given = type(arg)
-            if given is Tensor or given is Parameter:
-                values[place] = address = arg.data_ptr()
-                kind.append((arg.dtype,) if address & 15 else arg.dtype)
-                if arg.get_device() != device:
-                    return self.run(*args, grid=grid, warmup=False, **constants)
-            elif given is int:
-                kind.append(arg if arg == 1 or not -(2**31) <= arg < 2**31 else 0 if arg & 15 else 16)
-            elif arg is None or given is float or given is bool:
-                kind.append(given)
-            elif given is TensorDescriptor and arg.base.get_device() == device:
-                kind.append((arg.base.dtype, *arg.block_shape, arg.padding, id(arg.layout)))
-            else:
-                return self.run(*args, grid=grid, warmup=False, **constants)
-        key = tuple(kind)
+        kind = self._kind(device, constants, args)
+        if kind is None:
+            return self.run(*args, grid=grid, warmup=False, **constants)
+        key, values = kind
         found = self.remembered.get(key)
         if found is None:
             return self._remember(key, self.run(*args, grid=grid, warmup=False, **constants), args, constants)
@@ -129,18 +185,29 @@ class _Short:
         run(x, y, z, active.get_current_stream(device), function, metadata, None, None, None, *values, *rest)
         return kernel
 
+    def _kind(self, device: int, constants: Constants, args: tuple) -> tuple[tuple, list] | None:
+        """And the arguments with addresses in place of tensors; None where Triton must look itself."""
+        kind: list[Any] = [device, constants]
+        values = list(args)
+        for place, arg in enumerate(args):
+            given = type(arg)
+            if given is Tensor or given is Parameter:
+                values[place] = address = arg.data_ptr()
+                kind.append((arg.dtype,) if address & 15 else arg.dtype)
+                if arg.get_device() != device:
+                    return None
+            elif given is int:
+                kind.append(arg if arg == 1 or not -(2**31) <= arg < 2**31 else 0 if arg & 15 else 16)
+            elif arg is None or given is float or given is bool:
+                kind.append(given)
+            elif given is TensorDescriptor and arg.base.get_device() == device:
+                kind.append((arg.base.dtype, *arg.block_shape, arg.padding, id(arg.layout)))
+            else:
+                return None
+        return tuple(kind), values
+
     def _is_watched(self) -> bool:
-        """Somebody wants to see each launch, or other kernels than the usual."""
-        runtime = knobs.runtime
-        return bool(
-            getattr(runtime.launch_enter_hook, "calls", True)  # anything but an empty chain
-            or getattr(runtime.launch_exit_hook, "calls", True)
-            or runtime.debug
-            or self.debug
-            or knobs.compilation.instrumentation_mode
-            or runtime.add_stages_inspection_hook is not None
-            or self.pre_run_hooks
-        )
+        return bool(self.debug or self.pre_run_hooks or watched())
 
     def _remember(self, key: tuple, kernel: Any, args: tuple, constants: Constants) -> Any:
         """Only where the arguments by position are those that are no constants, and the keywords or defaults all the others."""

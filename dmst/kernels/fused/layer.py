@@ -19,10 +19,11 @@ from torch import Tensor
 
 from dmst import rotary
 from dmst.kernels import plan
-from dmst.kernels.arithmetic import aligned, cast, cast_all
+from dmst.kernels.arithmetic import aligned, cast
 from dmst.kernels.form import MEMBERSHIP, Form, Weights
 from dmst.kernels.fused import calls, hopper, resident
 from dmst.kernels.fused.calls import F32, Kept
+from dmst.kernels.fused.casts import cast_all
 
 
 def forward(
@@ -32,10 +33,19 @@ def forward(
     factors: rotary.Factors | None,
     dtype: torch.dtype,
     scored: tuple[Tensor | None, Tensor | None] | None = None,
+    onto: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Kept]:
-    """The layer on z (b, n, d), with at least one token. `scored`: what `calls.score` makes of z, where that is known."""
-    kept, output = take_steps(z, weights, form, factors, dtype, scored)
-    return output(), kept
+    """The layer on z (b, n, d), with at least one token. `scored`: what `calls.score` makes of z, where that is known. `onto`:
+    what the output is added to, in whose dtype, and the factor of each sample (b, 1, 1)."""
+    kept, output, adds = take_steps(z, weights, form, factors, dtype, scored)
+    if onto is None:
+        return output(), kept
+    return output(*onto) if adds and plan.ONTO else add(onto[0], output(), onto[1]), kept
+
+
+def add(z: Tensor, update: Tensor, keep: Tensor | None) -> Tensor:
+    """z + keep * update, in z's dtype."""
+    return torch.add(z, update) if keep is None else torch.addcmul(z, keep, update)
 
 
 def take_steps(
@@ -45,8 +55,8 @@ def take_steps(
     factors: rotary.Factors | None,
     dtype: torch.dtype,
     scored: tuple[Tensor | None, Tensor | None] | None = None,
-) -> tuple[Kept, Callable[[], Tensor]]:
-    """What there is to keep, and the output product, not yet made."""
+) -> tuple[Kept, Callable[..., Tensor], bool]:
+    """What there is to keep, the output product, not yet made, and whether it is our own, which adds."""
     z, weights = aligned(z), calls.flat(weights)
     b, n, d = z.shape
     k, p = form.num_heads, d // form.num_heads
@@ -64,9 +74,9 @@ def take_steps(
         folded = torch.empty(b, d, d, device=z.device, dtype=dtype)
         moment, divisor = calls.finish(energy, mass, gate, weight_out, folded, n, form)
         kept = Kept(weighted, scores, pooled, gate, moment, divisor, None)
-        return kept, functools.partial(hopper.fold_out, weighted, folded, bias_out)
+        return kept, functools.partial(hopper.fold_out, weighted, folded, bias_out), True
 
-    projected = calls.linear(tokens, weight_in, bias_in)
+    projected, adds = calls.linear(tokens, weight_in, bias_in), calls.by_hand(tokens)
     sweep = plan.whole(b, n, k, p) or plan.sweep(b, n, k, p)
     membership, channel = calls.membership(scores, projected, weights, form, sweep)
     if sweep.splits == 1 and calls.unhurried(z) and resident.fits(n, d, p, dtype, z.device):
@@ -74,7 +84,7 @@ def take_steps(
         options: dict[str, Any] = {"mode": form.mode, "sign": form.sign, "delta": form.delta, "uniform": form.uniform_moment}
         update, moment, divisor = resident.settle(projected, membership, gate, weights.theta, **options)
         kept = Kept(projected, membership, pooled, gate, moment, divisor, channel)
-        return kept, functools.partial(calls.linear, update, weight_out, bias_out)
+        return kept, functools.partial(calls.linear, update, weight_out, bias_out), adds
 
     fits = not (dtype == torch.float16 and form.token_sparse_rescale)  # pi s alone, with pi up to n, overflows float16
     route = plan.route(b, sweep.splits, form.mode, fits=fits)
@@ -92,10 +102,11 @@ def take_steps(
         moment, divisor = calls.finish(energy, mass, gate, weight_out, apart, n, form)
     kept = Kept(projected, membership, pooled, gate, moment, divisor, channel)
     if made is None:
-        return kept, lambda: calls.linear(calls.update(kept, weights, form, sweep, weighted=False), weight_out, bias_out)
+        late = functools.partial(calls.update, kept, weights, form, sweep, weighted=False)
+        return kept, lambda *onto: calls.linear(late(), weight_out, bias_out, *onto), adds
     if apart is None:
-        return kept, functools.partial(calls.linear, made, weight_out, bias_out)
-    return kept, functools.partial(_fold_out, made, apart, bias_out)
+        return kept, functools.partial(calls.linear, made, weight_out, bias_out), adds
+    return kept, functools.partial(_fold_out, made, apart, bias_out), False
 
 
 def _fold_out(weighted: Tensor, folded: Tensor, bias: Tensor | None) -> Tensor:
@@ -117,8 +128,12 @@ def backward(
     wanted: Weights,
     wants_z: bool,
     scored: tuple[Tensor | None, Tensor | None] | None = None,
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """dz, and the gradient of each weight that is wanted."""
+    apart: dict[str, Tensor] | None = None,
+) -> tuple[Any, dict[str, Tensor]]:
+    """dz, and the gradient of each weight that is wanted.
+
+    `apart`: who calls adds up the rest. In place of dz the Flow that it is the sum of, and into `apart` what `add_up` takes.
+    """
     if form.save == "nothing":
         kept = take_steps(z, weights, form, factors, dtype, scored)[0]  # the update is gone with the product that would read it
     z, dout, weights = aligned(z), aligned(cast(dout, dtype)), calls.flat(weights)
@@ -127,6 +142,7 @@ def backward(
     tokens_in, tokens_out = cast(z, dtype).flatten(0, 1), dout.flatten(0, 1)
     sweep = plan.sweep(b, n, k, p)
     grads: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {} if apart is None else apart
     weight_in, weight_out = cast_all(dtype, weights.subspace, _weight_out(weights))
 
     weighted = _keeps_weighted(z, form, dtype)
@@ -139,7 +155,7 @@ def backward(
     if wanted.out:
         grads["out"] = dweight_out  # type: ignore[assignment]
     if wanted.out_bias:
-        grads["out_bias"] = calls.column_sums(tokens_out)
+        parts["out_bias"] = calls.column_sums(tokens_out)
 
     flow = tokens_out @ weight_out  # G, then dS in its place
     dscores, dgate, dtheta, dbias = calls.adjoint(flow, kept, weights, form, sweep, bool(wanted.subspace_bias), weighted)
@@ -155,7 +171,7 @@ def backward(
     if wanted.theta and dtheta is not None:
         grads["theta"] = dtheta.sum()
     if wanted.subspace_bias and dbias is not None:
-        grads["subspace_bias"] = dbias.sum((0, 1))
+        parts["subspace_bias"] = dbias.view(-1, d)
     if wanted.subspace:
         grads["subspace"] = flow.mT @ tokens_in
         if tied:
@@ -163,9 +179,12 @@ def backward(
             grads["subspace"] += dweight_out.mT
 
     if weights.assign is None:
-        return ((flow @ weight_in).view_as(z).to(z.dtype) if wants_z else None), grads
-    dz = calls.score_adjoint(z, flow, weight_in, dscores, dgate, kept, weights, form, factors, wanted, wants_z, grads)
-    return dz, grads
+        product = (flow @ weight_in).view_as(z) if wants_z else None
+        dz = cast(product, z.dtype) if apart is None or product is None else calls.Flow(product)
+    else:
+        given = (kept, weights, form, factors, wanted, wants_z, grads, parts, apart is not None)
+        dz = calls.score_adjoint(z, flow, weight_in, dscores, dgate, *given)
+    return dz, grads if apart is not None else grads | calls.add_up(parts)
 
 
 def _weight_out(weights: Weights) -> Tensor:

@@ -2,8 +2,11 @@
 
     x_n = (z_n - mean_n) rstd_n,    rstd_n = 1 / sqrt(mean((z_n - mean_n)^2) + eps),    y_n = gamma x_n + beta
     l_nk = <rot_n y_n, assign_k> + bias           of y before it is rounded; memberships and sums by tile as in `score`
+    dy_n = (dS U^T)_n + rot_n^T sum_k dl_nk assign_k
     dz_n = dout_n + rstd_n (dx_n - mean(dx_n) - x_n mean(dx_n x_n)),    dx = gamma dy
     dgamma = sum_n dy_n x_n,    dbeta = sum_n dy_n           one row of partial sums a program
+
+What the residual stream still owes (`pending`) is added to z on the way in, and the sum written; on the way back it has dz too.
 
 A program has whole rows in registers, a tuple of chunks of channels; forward as pairs, which rotate. The mean is known before
 the variance is summed. Plain float32 arithmetic, one sum over the lanes for each head.
@@ -21,12 +24,12 @@ from dmst.kernels.fused.turn import PLAIN, fetch, places, turns, unpack, weight_
 @launched
 @triton.jit
 def norm_score_kernel(
-    z_ptr, gamma_ptr, beta_ptr, assign_ptr, bias_ptr, far_cos, far_sin, near_cos, near_sin,
-    y_ptr, mean_ptr, rstd_ptr, out_ptr, sum_ptr,
+    z_ptr, pending_ptr, gamma_ptr, beta_ptr, assign_ptr, bias_ptr, far_cos, far_sin, near_cos, near_sin,
+    total_ptr, y_ptr, mean_ptr, rstd_ptr, out_ptr, sum_ptr,
     n, step, tiles, eps,
-    D: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, Z: tl.constexpr,
-    ASSIGN: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, SCORES: tl.constexpr, BIAS: tl.constexpr,
-    SIGMOID: tl.constexpr, SUMS: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, Z: tl.constexpr, PENDING: tl.constexpr,
+    ADD: tl.constexpr, ASSIGN: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, SCORES: tl.constexpr,
+    BIAS: tl.constexpr, SIGMOID: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     PAIRS: tl.constexpr = CHANNELS // 2
     CHUNKS: tl.constexpr = (D + CHANNELS - 1) // CHANNELS
@@ -41,6 +44,14 @@ def norm_score_kernel(
         pair = c * PAIRS + tl.arange(0, PAIRS)[None, :]
         first, second = fetch(z_ptr, row, pair, here if EVEN else here & (2 * pair < D), Z, D)
         even, odd = unpack(first, second, Z)
+        if ADD:
+            first, second = fetch(pending_ptr, row, pair, here if EVEN else here & (2 * pair < D), PENDING, D)
+            more_even, more_odd = unpack(first, second, PENDING)
+            sums = tl.reshape(tl.join(even + more_even, odd + more_odd), (TOKENS, CHANNELS)).to(total_ptr.dtype.element_ty)
+            channel = c * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+            tl.store(total_ptr + row * D + channel, sums, mask=here if EVEN else here & (channel < D))
+            even, odd = (even + more_even).to(total_ptr.dtype.element_ty), (odd + more_odd).to(total_ptr.dtype.element_ty)
+            even, odd = even.to(tl.float32), odd.to(tl.float32)
         total += even + odd
         evens += (even,)
         odds += (odd,)
@@ -94,14 +105,42 @@ def norm_score_kernel(
             tl.store(out_ptr + row * K + head, value, mask=here & (head < K))
 
 
+@triton.jit
+def _from_scores(
+    dscores_ptr, dpooled_ptr, assign_ptr, far_cos, far_sin, near_cos, near_sin, row, here, sample, far, near, pair,
+    D: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, ASSIGN: tl.constexpr,
+    ROTARY: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """rot_n^T sum_k dl_nk assign_k in some channels, (tokens, channels)."""
+    even, odd = tl.zeros((TOKENS, PAIRS), tl.float32), tl.zeros((TOKENS, PAIRS), tl.float32)
+    for first_head in tl.range(0, K, 8, num_stages=1):
+        for h in tl.static_range(8):
+            if h < K:
+                head = first_head + h
+                dl = tl.load(dscores_ptr + row * K + head, mask=here & (head < K), other=0.0)
+                if GATED:
+                    dl += tl.load(dpooled_ptr + sample * K + head, mask=here & (head < K), other=0.0)
+                w_even, w_odd = weight_pairs(assign_ptr, head, pair, ASSIGN, D, K, EVEN and K % 8 == 0)
+                even = tl.fma(tl.broadcast_to(dl, even.shape), tl.broadcast_to(w_even, even.shape), even)
+                odd = tl.fma(tl.broadcast_to(dl, even.shape), tl.broadcast_to(w_odd, even.shape), odd)
+    if ROTARY:
+        cos, sin = turns(far_cos, far_sin, near_cos, near_sin, far, near, pair, D // 2, EVEN)
+        even, odd = even * cos + odd * sin, odd * cos - even * sin
+    return tl.reshape(tl.join(even, odd), (TOKENS, 2 * PAIRS))
+
+
 @launched
 @triton.jit
 def norm_adjoint_kernel(
-    dy_ptr, dout_ptr, z_ptr, gamma_ptr, mean_ptr, rstd_ptr, dz_ptr, part_ptr, rows, run,
-    D: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WEIGHTS: tl.constexpr,
+    dy_ptr, dscores_ptr, dpooled_ptr, assign_ptr, far_cos, far_sin, near_cos, near_sin,
+    dout_ptr, z_ptr, gamma_ptr, mean_ptr, rstd_ptr, dz_ptr, low_ptr, part_ptr, rows, run, n, step,
+    D: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, ASSIGN: tl.constexpr,
+    ROTARY: tl.constexpr, SCORES: tl.constexpr, GATED: tl.constexpr, WEIGHTS: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """A run of rows, a few at a time; part (2, programs, D): dgamma, dbeta."""
+    PAIRS: tl.constexpr = CHANNELS // 2
     CHUNKS: tl.constexpr = (D + CHANNELS - 1) // CHANNELS
+    EVEN: tl.constexpr = D % CHANNELS == 0
     none = tl.zeros((TOKENS, CHANNELS), tl.float32)
     gammas, dgammas, dbetas = (), (), ()
     for c in tl.static_range(CHUNKS):
@@ -116,14 +155,23 @@ def norm_adjoint_kernel(
         here = row < stop
         mean = tl.load(mean_ptr + row, mask=here, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=here, other=0.0)
+        sample = row // n
+        token = tl.where(here, row - sample * n, 0).to(tl.int32)
+        far, near = token // step, token % step
         lean, along = none, none
         xs, dxs, douts, new_dgammas, new_dbetas = (), (), (), (), ()
         for c in tl.static_range(CHUNKS):
             channel = c * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-            real = here & (channel < D)
+            real = here if EVEN else here & (channel < D)
             z = tl.load(z_ptr + row * D + channel, mask=real, other=0.0).to(tl.float32)
             dy = tl.load(dy_ptr + row * D + channel, mask=real, other=0.0).to(tl.float32)
             douts += (tl.load(dout_ptr + row * D + channel, mask=real, other=0.0).to(tl.float32),)
+            if SCORES:
+                pair = c * PAIRS + tl.arange(0, PAIRS)[None, :]
+                dy += _from_scores(
+                    dscores_ptr, dpooled_ptr, assign_ptr, far_cos, far_sin, near_cos, near_sin,
+                    row, here, sample, far, near, pair, D, K, TOKENS, PAIRS, ASSIGN, ROTARY, GATED, EVEN,
+                )  # fmt: skip
             x, dx = (z - mean) * rstd, dy * gammas[c]
             lean += dx
             along += dx * x
@@ -135,9 +183,11 @@ def norm_adjoint_kernel(
         lean, along = tl.sum(lean, 1)[:, None] / D, tl.sum(along, 1)[:, None] / D
         for c in tl.static_range(CHUNKS):
             channel = c * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-            real = here & (channel < D)
+            real = here if EVEN else here & (channel < D)
             dz = douts[c] + rstd * (dxs[c] - lean - xs[c] * along)
             tl.store(dz_ptr + row * D + channel, dz.to(dz_ptr.dtype.element_ty), mask=real)
+            if LOW:
+                tl.store(low_ptr + row * D + channel, dz.to(low_ptr.dtype.element_ty), mask=real)
     if WEIGHTS:
         for c in tl.static_range(CHUNKS):
             place = c * CHANNELS + tl.arange(0, CHANNELS)

@@ -1,6 +1,7 @@
 """The fused layer without its silent heads, for inference: `active.py` put together, beside `layer.forward`, which is dense.
 
     scores, membership | gate, active heads | s of these heads, their moments | c, or an output weight a sample | output
+    short samples:       | gate, active heads | all the rest by one program a sample (`short.py`)
 
 No host waits for the device on the way, so that CUDA graphs record it. Whether it pays depends on how many heads are silent,
 which only the device knows: `skipping.choose_silent` measures it. A kernel that does not compile is reported once, and the
@@ -17,13 +18,15 @@ from torch import Tensor
 
 from dmst import rotary
 from dmst.kernels import plan, registered
-from dmst.kernels.arithmetic import aligned, cast, cast_all
+from dmst.kernels.arithmetic import aligned, cast
 from dmst.kernels.form import Form, Weights
 from dmst.kernels.fused import calls
 from dmst.kernels.fused.active import finish_active_kernel, gate_active_kernel, out_active_kernel, project_active_kernel
 from dmst.kernels.fused.calls import F32
+from dmst.kernels.fused.casts import cast_all
 from dmst.kernels.fused.core import MODES
 from dmst.kernels.fused.launch import Cut, launch, planned
+from dmst.kernels.fused.short import short_kernel
 from dmst.kernels.plan import over
 
 _broken: set[tuple] = set()
@@ -63,6 +66,10 @@ def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | N
     gate, active = open_gate(sums, n, form)
     out = weights.subspace.mT if weights.out is None else weights.out
     weight_in, weight_out, bias_in, bias_out = cast_all(dtype, weights.subspace, out, weights.subspace_bias, weights.out_bias)
+    tile = plan.short(n, d, dtype)
+    if tile is not None:
+        given = (weights.theta, weight_in, weight_out, bias_in, bias_out, form, tile)
+        return whole(cast(z, dtype), membership, gate, active, *given)
     weighted = form.mode != "proximal" and dtype != torch.float16  # which has no room for small pi s
     fold = weighted and plan.folds(n, d)
     first, second = plan.active(n, d, dtype)
@@ -78,6 +85,31 @@ def open_gate(sums: Tensor, n: int, form: Form) -> tuple[Tensor, Tensor]:
     active = torch.empty(b, 1 + k, device=sums.device, dtype=torch.int32)
     launch(gate_active_kernel, calls._plan_open_gate(form, b, tiles), sums, gate, active, n, tiles, form.gate_scale)
     return gate, active
+
+
+def whole(
+    z: Tensor, membership: Tensor, gate: Tensor, active: Tensor, theta: Tensor | None, weight_in: Tensor, weight_out: Tensor,
+    bias_in: Tensor | None, bias_out: Tensor | None, form: Form, tile: plan.Short,
+) -> Tensor:  # fmt: skip
+    """The layer from its gate on, a program a sample (b, n, d)."""
+    b, n, d = z.shape
+    update, out = torch.empty_like(z), torch.empty_like(z)
+    tensors = (z, weight_in, bias_in, membership, gate, active, theta, weight_out, bias_out, update, out)
+    cut = _plan_whole(form, b, d, tile, bias_in is not None, bias_out is not None)
+    launch(short_kernel, cut, *tensors, n, form.delta, form.sign, *weight_in.stride(), *weight_out.stride())
+    return out
+
+
+@lru_cache(1024)
+def _plan_whole(form: Form, b: int, d: int, tile: plan.Short, bias_in: bool, bias_out: bool) -> Cut:
+    k = form.num_heads
+    p = d // k
+    return planned(
+        (b,),
+        D=d, K=k, P=p, RUN=min(p & -p, 16), SLOTS=min(k, _heads(tile.columns, p)), ALL=plan.power_of_two(k),
+        TOKENS=tile.tokens, COLUMNS=tile.columns, DEPTH=tile.depth, OUT=tile.out, STAGES=tile.stages,
+        BIAS_IN=bias_in, BIAS_OUT=bias_out, DELTA=bool(form.delta), MODE=MODES[form.mode], num_warps=tile.warps,
+    )  # fmt: skip
 
 
 def project(

@@ -1,0 +1,243 @@
+"""What the stems do with images on a CUDA device, exercised on the CPU: other ways to the numbers of their convolutions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from dmst.models import ModelConfig, stems
+from dmst.models.stems import ConvStem, ImageConv, PatchConv, PatchStem
+from tests.cases import relative
+from tests.networks import F64, build, images
+
+BF16 = torch.bfloat16
+both = pytest.mark.parametrize("kind", [ImageConv, PatchConv])
+families = pytest.mark.parametrize("name", ["dmst_tiny", "vit_tiny"])
+
+
+def convolution(kind: type[nn.Conv2d], channels: int = 3, size: int = 4, dtype: torch.dtype = F64) -> nn.Conv2d:
+    if kind is ImageConv:
+        return ImageConv(channels, 11, 3, 2, 1, bias=False, dtype=dtype)
+    return PatchConv(channels, 11, size, size, dtype=dtype)
+
+
+def plainly(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    return F.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding)
+
+
+def differentiate(call: Callable[[Tensor], Tensor], conv: nn.Conv2d, x: Tensor) -> list[Tensor]:
+    """The output, and the gradients of images, weight and bias; of second order too."""
+    x = x.detach().requires_grad_()
+    out = call(x)
+    weigh = torch.linspace(-1, 2, out.numel(), dtype=F64).view(out.shape).to(out.dtype)
+    first = torch.autograd.grad((out * weigh).tanh().sum(), [x, *conv.parameters()], create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), [x, *conv.parameters()])
+    return [out, *first, *second]
+
+
+def strided(x: Tensor) -> list[Tensor]:
+    """The same values in memory of other orders."""
+    apart = x.new_empty(*x.shape[:2], 2 * x.shape[2], 3 * x.shape[3])[:, :, ::2, 1::3].copy_(x)
+    turned = x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    return [x, x.to(memory_format=torch.channels_last), apart, turned, x[:1].expand(*x.shape)]
+
+
+def images_of(*size: int) -> Tensor:
+    return images(size, batch=3)
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """As if the images were on a CUDA device, and their products in 16 bits. The convolutions that PyTorch is left with."""
+    monkeypatch.setattr(stems, "_by_product", lambda x: True)
+    monkeypatch.setattr(stems, "_in_eights", lambda x: True)
+    left: list[type] = []
+
+    def forward(self: nn.Conv2d, x: Tensor) -> Tensor:
+        left.append(type(self))
+        return self._conv_forward(x, self.weight, self.bias)
+
+    monkeypatch.setattr(nn.Conv2d, "forward", forward)
+    return left
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_a_product_with_patches_is_the_convolution(there: list[type], size: int, channels: int) -> None:
+    conv = convolution(PatchConv, channels, size)
+    for x in strided(torch.randn(5, channels, 2 * size, 3 * size, dtype=F64)):
+        found, wanted = differentiate(conv, conv, x), differentiate(lambda x: plainly(conv, x), conv, x)
+        assert all(relative(a, b) < 1e-12 for a, b in zip(found, wanted, strict=True))
+        assert found[0].shape == (5, 11, 2, 3) and found[0].permute(0, 2, 3, 1).is_contiguous()  # tokens without a copy
+    assert not there
+    assert conv(x[:0]).shape == (0, 11, 2, 3)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4, 8, 13, 16])
+def test_padded_channels_are_the_convolution(there: list[type], monkeypatch: pytest.MonkeyPatch, channels: int) -> None:
+    """Zeros add nothing; cuDNN gets channels last, a multiple of 8 of them."""
+    conv, seen = convolution(ImageConv, channels), []
+
+    def look(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        seen.extend((x, weight))
+        return true(x, weight, *rest)
+
+    for x in strided(torch.randn(5, channels, 6, 10, dtype=F64)):
+        wanted, true = differentiate(lambda x: plainly(conv, x), conv, x), F.conv2d
+        with monkeypatch.context() as patch:
+            patch.setattr(F, "conv2d", look)
+            found = differentiate(conv, conv, x)
+        assert all(relative(a, b) < 1e-12 for a, b in zip(found, wanted, strict=True))
+    assert {x.shape[1] for x in seen} == {(channels + 7) // 8 * 8}
+    if channels % 8:
+        assert not there and all(x.is_contiguous(memory_format=torch.channels_last) for x in seen)
+    else:
+        assert len(there) == 5
+    assert conv(x[:0]).shape == (0, 11, 3, 5)
+
+
+@both
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_under_autocast(there: list[type], kind: type[nn.Conv2d], dtype: torch.dtype) -> None:
+    """What autocast would do, sooner: the copy is made of 16-bit numbers, and gradients come back in float32."""
+    conv, x = convolution(kind, dtype=torch.float32), torch.randn(5, 3, 8, 12)
+    with torch.autocast("cpu", dtype):
+        found, wanted = conv(x), plainly(conv, x)
+        x.requires_grad_()
+        ours, theirs = (
+            torch.autograd.grad(f(x).float().square().sum(), [x, conv.weight]) for f in (conv, plainly.__get__(conv))
+        )
+    assert found.dtype == wanted.dtype == dtype and not there
+    assert relative(found, wanted) < 4e-3
+    assert all(a.dtype == torch.float32 and relative(a, b) < 1e-2 for a, b in zip(ours, theirs, strict=True))
+    rounded = copy.deepcopy(conv).to(dtype)  # autocast alone would round no more, and no less
+    assert torch.equal(found, rounded(x.detach().to(dtype)))
+
+
+def test_what_is_copied_has_16_bits(there: list[type], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, true = [], stems.rearrange
+    monkeypatch.setattr(stems, "rearrange", lambda x, *args, **sizes: seen.append(x) or true(x, *args, **sizes))
+    with torch.autocast("cpu", BF16):
+        for kind in (ImageConv, PatchConv):
+            conv = convolution(kind, dtype=torch.float32)
+            conv(torch.randn(5, 3, 8, 12))
+    assert [x.dtype for x in seen if x is not conv.weight and x.shape[0] == 5] == [BF16] * 4
+
+
+@families
+def test_a_network_there(there: list[type], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole networks, of two sizes: the logits of the convolutions."""
+    model, given = build((name, {})).eval(), (images_of(32, 48), images_of(32, 16))
+    found = [model(x) for x in given]
+    assert set(there) <= {nn.Conv2d}  # the first one is not left to PyTorch
+    monkeypatch.setattr(stems, "_by_product", lambda x: False)
+    monkeypatch.setattr(stems, "_in_eights", lambda x: False)
+    assert all(relative(a, model(x)) < 1e-12 for a, x in zip(found, given, strict=True))
+    assert not set(there) <= {nn.Conv2d}
+
+
+@families
+def test_transforms_there(there: list[type], name: str) -> None:
+    """Stacked weights, one image at a time, gradients of each image; and the replicas of DataParallel."""
+    stem, x = build((name, {})).stem.eval(), images()
+    weights = {key: p.detach() for key, p in stem.named_parameters()}
+    wanted, call = stem(x), torch.func.functional_call
+    stacked = torch.func.vmap(lambda p: call(stem, p, (x,)))({key: torch.stack((2 * p, p)) for key, p in weights.items()})
+    assert relative(stacked[1], wanted) < 1e-12
+    assert relative(torch.func.vmap(lambda x: stem(x[None])[0])(x), wanted) < 1e-12
+    each = torch.func.vmap(torch.func.grad(lambda p, x: call(stem, p, (x[None],)).tanh().sum()), in_dims=(None, 0))(weights, x)
+    wanted.tanh().sum().backward()
+    assert all(relative(each[key].sum(0), p.grad) < 1e-12 for key, p in stem.named_parameters())
+    assert torch.equal(stem._replicate_for_data_parallel()(x), wanted)
+
+
+@families
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_there(there: list[type], name: str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    stem = build((name, {})).stem
+    compiled = torch.compile(stem, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for size in ((32, 48), (64, 16), (16, 16))[: 3 if dynamic else 1]:
+        x = images_of(*size).requires_grad_()
+        results = []
+        for call in (stem.eval(), compiled):
+            stem.zero_grad()
+            x.grad = None
+            out = call(x)
+            out.square().sum().backward()
+            results.append([out, x.grad, *(p.grad for p in stem.parameters())])
+        assert all(relative(a, b) < 1e-12 for a, b in zip(*results, strict=True))
+    stem.float()
+    with torch.autocast("cpu", BF16), torch.no_grad():
+        found, wanted = compiled(x.float()), stem(x.float())
+    assert found.dtype == wanted.dtype == BF16 and relative(found, wanted) < 4e-3
+    torch._dynamo.reset()
+
+
+@families
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")
+def test_recorded_there(there: list[type], name: str) -> None:
+    stem, x = build((name, {})).stem.eval(), images()
+    batch = torch.export.Dim("batch", min=1, max=512)
+    with torch.no_grad():
+        program = torch.export.export(stem, (x,), dynamic_shapes=({0: batch},)).module()
+        traced = torch.jit.trace(stem, x)
+        for given in (x, images(batch=7)):
+            assert relative(program(given), stem(given)) < 1e-12
+            assert relative(traced(given), stem(given)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [ConvStem, PatchStem])
+def test_hooks_fire_once(there: list[type], kind: type[ConvStem | PatchStem]) -> None:
+    """The first convolution is called as a module, on the images, and gives a map, as pretrained_cfg's first_conv promises."""
+    stem = kind(ModelConfig(dim=24, num_heads=3, patch_size=8, img_size=16), dtype=F64)
+    first, calls, pulls, x = stem.get_submodule(stem.first), [], [], torch.randn(5, 3, 16, 24, dtype=F64)
+    first.register_forward_hook(lambda module, args, out: calls.append((args, out)))
+    first.register_full_backward_hook(lambda module, grad_in, grad_out: pulls.append((grad_in, grad_out)))
+    z = stem(x.requires_grad_())
+    z.square().sum().backward()
+    ((given,), out), ((grad_in,), (grad_out,)) = calls[0], pulls[0]
+    assert len(calls) == len(pulls) == 1
+    assert torch.equal(given, x) and out.shape == grad_out.shape and grad_in.shape == x.shape
+    assert relative(out, plainly(first, x)) < 1e-12
+    assert z.shape == (5, 6, 24) and isinstance(first, nn.Conv2d)
+
+
+@both
+def test_nothing_changes_elsewhere(kind: type[nn.Conv2d]) -> None:
+    """On the CPU: the bits of nn.Conv2d, in every dtype and under autocast, and its names; on meta, its shapes."""
+    for dtype in (F64, torch.float32, BF16):
+        conv, x = convolution(kind, dtype=dtype), torch.randn(5, 3, 8, 12, dtype=dtype)
+        plain = nn.Conv2d(3, 11, conv.kernel_size, conv.stride, conv.padding, bias=conv.bias is not None, dtype=dtype)
+        plain.load_state_dict(conv.state_dict())
+        assert list(plain.state_dict()) == list(conv.state_dict()) and plain.extra_repr() == conv.extra_repr()
+        assert torch.equal(conv(x), plain(x)) and conv(x).stride() == plain(x).stride()
+        if dtype == torch.float32:
+            with torch.autocast("cpu", BF16):
+                assert torch.equal(conv(x), plain(x))
+        assert conv.to("meta")(x.to("meta")).shape == plain(x).shape
+
+
+@pytest.mark.parametrize(("name", "keys"), [("vit_tiny", ["weight", "bias"]), ("dmst_tiny", ["weight"])])
+def test_names_and_shapes(name: str, keys: list[str]) -> None:
+    model = build((name, {}))
+    first = model.get_submodule(model.pretrained_cfg["first_conv"])
+    assert list(first.state_dict()) == keys and first.weight.shape[1] == 3
+
+
+def test_where_it_is_otherwise() -> None:
+    """Images on a CUDA device, fake ones here; padded in 16 bits alone, for float32 stays as it is."""
+    with FakeTensorMode():
+        for dtype in (F64, torch.float32, BF16, torch.float16):
+            x = torch.empty(5, 3, 8, 12, dtype=dtype, device="cuda")
+            assert stems._by_product(x) and stems._in_eights(x) == (dtype.itemsize == 2)
+    for device in ("cpu", "meta"):
+        x = torch.empty(5, 3, 8, 12, dtype=BF16, device=device)
+        assert not stems._by_product(x) and not stems._in_eights(x)
