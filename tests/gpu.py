@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = tuple(
-    f"tests/test_device{which}.py" for which in ("_fused", "_gluon", "", "_models", "_training", "_active", "_step", "_tape")
-) + ("tests/test_pending.py",)
+DEVICE = ("_fused", "_gluon", "", "_models", "_training", "_active", "_step", "_tape")
+FILES = (*(f"tests/test_device{which}.py" for which in DEVICE), "tests/test_pending.py")
 PYTEST = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "-q", "--tb=short"]
 PYTEST += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
 

@@ -123,7 +123,8 @@ def kind(kernel, name, constants):
     if kernel is short.short_kernel and name.startswith(("weight_", "bias_", "out_ptr")):
         return B
     words = {1: "*i32", 2: "*i32", 3: "*i64"}
-    if (word := words.get(constants.get({"z_ptr": "Z", "assign_ptr": "ASSIGN", "pending_ptr": "PENDING"}.get(name)))) is not None:
+    named = {"z_ptr": "Z", "assign_ptr": "ASSIGN", "pending_ptr": "PENDING"}
+    if (word := words.get(constants.get(named.get(name)))) is not None:
         return word
     if name == "y_ptr":
         return B
