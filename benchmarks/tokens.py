@@ -2,8 +2,9 @@
 
     python benchmarks/tokens.py [--json results/h200/tokens.json] [--dim 384] [--most 1048576] [--pixels 4096]
 
-A CUDA device: graph replay of forward, and of forward with backward, bfloat16, medians (dmst.bench.timing); `per_token` is the
-time of a token relative to the first row's, 1 where cost is linear. The network: dmst_small without gradients, bf16 autocast.
+A CUDA device: graph replay of forward, and of forward with backward, bfloat16, medians (dmst.bench.timing). `per_token` is the
+time of a token relative to the first row's, 1 where cost is linear; `more_ms` what 65,536 tokens more than in the row before
+took each time, which leaves out what a layer costs at any length. The network: dmst_small without gradients, bf16 autocast.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ def layer_rows(dim: int, most: int) -> list[dict[str, Any]]:
         row["finite"] = all(bool(torch.isfinite(x).all()) for x in train(0))
         for what in ("forward", "train"):
             row[f"{what}_per_token"] = row[f"{what}_ms"] / n / ((rows or [row])[0][f"{what}_ms"] / FIRST)
+            if rows:
+                more = (n - rows[-1]["tokens"]) / FIRST
+                row[f"{what}_more_ms"] = (row[f"{what}_ms"] - rows[-1][f"{what}_ms"]) / more
         rows.append(row)
         print(row, flush=True)
         n *= 2

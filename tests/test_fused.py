@@ -36,7 +36,7 @@ from tests.test_precision import BARS, PRECISE, excess, rounded
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
 
 from dmst.kernels import registered
-from dmst.kernels.fused import calls, layer
+from dmst.kernels.fused import calls, casts, layer
 from dmst.kernels.fused.calls import Kept
 
 pytestmark = [
@@ -479,8 +479,9 @@ class _Counted:
 def test_grids_fit_the_device(case: tuple, shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA takes 65,535 programs along the second and third axis. No memory is touched: the tensors are fakes."""
     seen: list[tuple[str, tuple[int, ...]]] = []
-    for name in [name for name in vars(calls) if name.endswith("_kernel")]:
-        monkeypatch.setattr(calls, name, _Counted(name, seen))
+    for module in (calls, casts):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, _Counted(name, seen))
     b, n, d, k = shape
     operator = create(case[0], d, k, **case[1])
     with FakeTensorMode() as mode, torch.no_grad():

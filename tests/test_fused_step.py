@@ -388,7 +388,7 @@ def test_opcheck(case: tuple, late: bool) -> None:
     *tensors, eps, text, length, dtype = arguments(made, pending)
     _, *kept = torch.ops.dmst.step(*tensors, eps, text, length, dtype)
     there = [True, True, True, True, late, *(w is not None for w in made.weights)]
-    given = (made.grad, *tensors, *kept, there, eps, text, length, dtype)
+    given = (made.grad, made.grad * made.keep, *tensors, *kept, there, eps, text, length, dtype)
     opcheck(torch.ops.dmst.step_backward.default, given)
 
 

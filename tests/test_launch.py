@@ -24,7 +24,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from dmst.kernels.fused import launch
+from dmst.kernels import plan
+from dmst.kernels.fused import hopper, launch
 from dmst.kernels.fused.launch import Launched, launched
 
 pytestmark = pytest.mark.skipif(
@@ -421,3 +422,15 @@ def test_the_calls_of_gluon_kernels_fit_them(monkeypatch: pytest.MonkeyPatch) ->
     assert resident.fits(1024, 384, 48, low, there) and not resident.fits_pull(1024, 384, 48, low, there)
     for cached in (hopper._plan, resident._plan_settle, resident._plan_pull, resident._fits, resident._fits_pull):
         cached.cache_clear()  # of a machine that was not there
+
+
+@pytest.mark.parametrize(
+    ("b", "n", "most"), [(64, 1024, 8), (16, 4096, 8), (1, 65536, 8), (1, 2**19, 8), (1, 2**20, 8), (5, 896, 1)]
+)
+def test_runs_of_the_first_product_are_long(b: int, n: int, most: int) -> None:
+    """Single tiles would leave a row of sums for every 16 tokens, for one kernel to add up: 32,768 at half a million tokens."""
+    tiles = hopper._tiles(b * n, n, 66)
+    assert n // 64 % tiles == 0
+    assert tiles == most
+    busiest = {k: plan.over(plan.over(b * n, 128 * k), 66) * k for k in (8, 4, 2, 1) if n // 64 % k == 0}
+    assert 16 * busiest[tiles] <= 17 * min(busiest.values())

@@ -4,7 +4,8 @@ step             z, what is around the layer, its weights -> z', the normed toke
 step_backward    dz' and all of these -> dz, and the gradients of the norm's weights, the scale, what was pending and the
                  layer's weights
 
-Something pending has the compute dtype. Where the sum z + pending was kept, the way back takes it for z, and holds neither.
+`low` is keep * dz' in the compute dtype: made in the graph, where the compiler writes it beside dz'. Something pending has the
+compute dtype. Where the sum z + pending was kept, the way back takes it for z, and holds neither.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _NORMED = ", ".join(f"Tensor {name}" for name in Normed._fields)
 
 library.define(f"step({_INPUTS}, {_OPTIONS}) -> ({', '.join(['Tensor'] * (1 + N + KEPT))})")
 library.define(
-    f"step_backward(Tensor dout, {_INPUTS}, {_NORMED}, {registered._KEPT}, bool[] wanted, {_OPTIONS}) "
+    f"step_backward(Tensor dout, Tensor low, {_INPUTS}, {_NORMED}, {registered._KEPT}, bool[] wanted, {_OPTIONS}) "
     f"-> ({', '.join(['Tensor'] * GRADS)})"
 )
 
@@ -71,11 +72,11 @@ def _run_forward(
 
 
 def _run_backward(
-    dout: Tensor, z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None,
-    dtype: torch.dtype, normed: Normed, kept: Kept, asked: Sequence[bool],
+    dout: Tensor, low: Tensor | None, z: Tensor, around: Around, eps: float, weights: Weights, form: Form,
+    factors: rotary.Factors | None, dtype: torch.dtype, normed: Normed, kept: Kept, asked: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """In the order of GRADS, None where it is not asked for."""
-    call = (dout, z, around, eps, weights, form, factors, dtype, normed, kept, asked)
+    call = (dout, low, z, around, eps, weights, form, factors, dtype, normed, kept, asked)
     return registered._attempt(_fused_backward, _unfused_backward, call, z, form, dtype)
 
 
@@ -97,11 +98,11 @@ def _forward_pass(
 
 
 def _fused_backward(
-    dout: Tensor, z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None,
-    dtype: torch.dtype, normed: Normed, kept: Kept, asked: Sequence[bool],
+    dout: Tensor, low: Tensor | None, z: Tensor, around: Around, eps: float, weights: Weights, form: Form,
+    factors: rotary.Factors | None, dtype: torch.dtype, normed: Normed, kept: Kept, asked: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     length, asked = registered._step(factors), tuple(asked)
-    tensors = (z, *around, *weights, *registered._tables(factors), dout, *normed, *kept)
+    tensors = (z, *around, *weights, *registered._tables(factors), dout, low, *normed, *kept)
     return tape.play(_backward_pass, (form.text, eps, length, dtype, asked), tensors, eps, form, length, dtype, asked)
 
 
@@ -109,9 +110,9 @@ def _backward_pass(
     tensors: Sequence[Any], eps: float, form: Form, length: int, dtype: torch.dtype, asked: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     z, around, weights, factors = _taken(tensors, length)
-    dout, *rest = tensors[1 + A + W + T :]
+    dout, low, *rest = tensors[1 + A + W + T :]
     wants_z, wants, wanted = _split(asked)
-    given = (dout, z, around, eps, weights, form, factors, dtype, Normed(*rest[:N]), Kept(*rest[N:]))
+    given = (dout, low, z, around, eps, weights, form, factors, dtype, Normed(*rest[:N]), Kept(*rest[N:]))
     return _in_order(*step.backward(*given, wants_z, wants, wanted), around, weights, asked)
 
 
@@ -119,7 +120,7 @@ def _unfused_backward(*call: Any) -> tuple[Tensor | None, ...]:
     *given, asked = call
     plain: Callable[..., Any] = _plain_backward
     dz, grads = plain(*given, *_split(asked))
-    return _in_order(dz, grads, call[2], call[4], asked)
+    return _in_order(dz, grads, call[3], call[5], asked)
 
 
 def _taken(tensors: Sequence[Any], length: int) -> tuple[Tensor, Around, Weights, rotary.Factors | None]:
@@ -161,13 +162,14 @@ class _Eager(torch.autograd.Function):
         asked = _asked(ctx.needs_input_grad)
         with without_autocast(dout):
             if torch.is_grad_enabled() or watched.traced() or watched.dispatched():  # it refuses a second derivative in words
-                tensors = (dout, z, *around, *weights, *registered._tables(ctx.factors), *registered._filled(rest, z))
+                low = _rounded(dout, around.keep, ctx.dtype)
+                tensors = (dout, low, z, *around, *weights, *registered._tables(ctx.factors), *registered._filled(rest, z))
                 options = (ctx.eps, ctx.form.text, registered._step(ctx.factors), ctx.dtype)
                 grads = torch.ops.dmst.step_backward(*tensors, asked, *options)
                 grads = tuple(grad if ask else None for grad, ask in zip(grads, asked, strict=True))
             else:
                 given = (around, ctx.eps, weights, ctx.form, ctx.factors, ctx.dtype)
-                grads = _run_backward(dout, z, *given, Normed(*rest[:N]), Kept(*rest[N:]), asked)
+                grads = _run_backward(dout, None, z, *given, Normed(*rest[:N]), Kept(*rest[N:]), asked)
         return (*_placed(grads), None, None, None, None)
 
 
@@ -178,6 +180,11 @@ def _lean(tensors: Sequence[Tensor | None], kept: Sequence[Tensor | None], none:
     if tensors[PENDING] is not None and total is not None and total.numel():
         saved[0], saved[PENDING], saved[len(tensors) + TOTAL] = total, None, none
     return saved
+
+
+def _rounded(dout: Tensor, keep: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`step.thinned`, as a graph takes it."""
+    return (dout if keep is None else dout * keep).to(dtype)
 
 
 def _asked(needs: Sequence[bool]) -> list[bool]:
@@ -199,11 +206,11 @@ def _forward(z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return out, *registered._filled((*normed, *kept), z)
 
 
-def _backward(dout: Tensor, z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _backward(dout: Tensor, low: Tensor, z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *inputs, asked, eps, text, length, dtype = arguments
     given = _unpack((*inputs[: A + W + T], eps, text, length, dtype), z)
     present: list[Any] = [value if value.numel() or not z.numel() else None for value in inputs[A + W + T :]]
-    grads = _run_backward(dout, z, *given, Normed(*present[:N]), Kept(*present[N:]), asked)
+    grads = _run_backward(dout, low, z, *given, Normed(*present[:N]), Kept(*present[N:]), asked)
     return tuple(z.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -227,8 +234,9 @@ def _plain_forward(
 
 
 def _plain_backward(
-    dout: Tensor, z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None,
-    dtype: torch.dtype, normed: Normed, kept: Kept, wants_z: bool, wants: Around, wanted: Weights,
+    dout: Tensor, low: Tensor | None, z: Tensor, around: Around, eps: float, weights: Weights, form: Form,
+    factors: rotary.Factors | None, dtype: torch.dtype, normed: Normed, kept: Kept, wants_z: bool, wants: Around,
+    wanted: Weights,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:  # fmt: skip
     """From z alone, and what was pending if that is still to be added."""
     z = _total(z, around)
@@ -277,7 +285,7 @@ def _fake_forward(z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 @torch.library.register_fake("dmst::step_backward", lib=library)
-def _fake_backward(dout: Tensor, z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _fake_backward(dout: Tensor, low: Tensor, z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *tensors, wanted, _, _, _, dtype = arguments
     inputs = [z, *tensors[: A - 1], *tensors[A : A + W]]
     inputs[PENDING] = z.new_empty(z.shape, dtype=dtype)  # which may be gone, and its gradient asked for
@@ -304,7 +312,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
         return (None,) * (1 + A + W) + nothing
     asked = _asked(ctx.needs_input_grad)
     with without_autocast(dout):
-        grads = torch.ops.dmst.step_backward(dout, *ctx.saved_tensors, asked, ctx.eps, ctx.form, ctx.step, ctx.dtype)
+        low = _rounded(dout, ctx.saved_tensors[A], ctx.dtype)
+        grads = torch.ops.dmst.step_backward(dout, low, *ctx.saved_tensors, asked, ctx.eps, ctx.form, ctx.step, ctx.dtype)
     return *_placed([grad if ask else None for grad, ask in zip(grads, asked, strict=True)]), *nothing
 
 
@@ -323,6 +332,6 @@ def _flops(z: Any, gamma: Any, beta: Any, scale: Any, pending: Any, keep: Any, *
 
 @register_flop_formula(torch.ops.dmst.step_backward)
 def _backward_flops(
-    dout: Any, z: Any, gamma: Any, beta: Any, scale: Any, pending: Any, keep: Any, *rest: Any, **__: Any
+    dout: Any, low: Any, z: Any, gamma: Any, beta: Any, scale: Any, pending: Any, keep: Any, *rest: Any, **__: Any
 ) -> int:
     return registered._backward_flops(dout, z, *rest)

@@ -60,23 +60,24 @@ def forward(
 
 
 def backward(
-    dout: Tensor, z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None,
-    dtype: torch.dtype, normed: Normed, kept: Kept, wants_z: bool, wants: Around, wanted: Weights,
+    dout: Tensor, low: Tensor | None, z: Tensor, around: Around, eps: float, weights: Weights, form: Form,
+    factors: rotary.Factors | None, dtype: torch.dtype, normed: Normed, kept: Kept, wants_z: bool, wants: Around,
+    wanted: Weights,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:  # fmt: skip
-    """dz, and the gradient of each weight that is wanted."""
+    """dz, and the gradient of each weight that is wanted. `low`: what `thinned` makes of dout, where that is known."""
     z, dout, weights, scored = aligned(z), aligned(dout), calls.flat(weights), None
     if form.save == "nothing":
         normed, scored = norm_score(z, around, eps, weights, form, factors, dtype)
     z = z if normed.total is None else normed.total
     weigh = bool(wants.norm_weight or wants.norm_bias)
-    below, low = bool(wants_z or wants.pending or weigh), dtype if wants.pending else None
+    below, rounded = bool(wants_z or wants.pending or weigh), dtype if wants.pending else None
     given = (normed.y, scaled(weights, around.scale, dtype), form, factors, dtype, kept)
     asked = inner(wanted, weights, around.scale, bool(wants.scale))
     parts: dict[str, Tensor] = {}
-    flow, grads = layer.backward(thinned(dout, around.keep, dtype), *given, asked, below, scored, parts)
+    flow, grads = layer.backward(thinned(dout, around.keep, dtype) if low is None else low, *given, asked, below, scored, parts)
     dz = None
     if flow is not None:
-        dz, dlow, part = norm_adjoint(flow, weights, form, factors, dout, z, around, normed, weigh, low)
+        dz, dlow, part = norm_adjoint(flow, weights, form, factors, dout, z, around, normed, weigh, rounded)
         if part is not None:
             parts |= {"norm_weight": part[0], "norm_bias": part[1]}
         if dlow is not None:
