@@ -5,7 +5,7 @@
 
     eager     the layer, forward and backward, on the default stream, where fewer launches serve
     stream    the same on a stream of its own, where CUDA graphs are recorded: the kernels for a busy device
-    step      a block's residual step, tokens in float32 under autocast
+    step      a block's residual step with all that can be around it, by our own products where they serve
     silent    the layer without its silent heads, forward alone
 
 Small: under the sanitizer a kernel takes a hundred times as long. Every route of docs/kernels.md is taken by some shape.
@@ -53,9 +53,11 @@ def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype)
         return
     if way == "step":
         norm = (torch.ones(d, device="cuda", dtype=dtype), torch.zeros(d, device="cuda", dtype=dtype), 1e-6)
+        keep, pending = torch.rand(b, 1, 1, device="cuda").round() * 2, torch.randn_like(z)
         scale = torch.full((d,), 0.5, device="cuda", dtype=dtype, requires_grad=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32 and d % 16 == 0):
-            backward(step.residual_step(z, *norm, layer.weights(), layer.form, scale=scale), z)
+            around = {"scale": scale, "keep": keep, "pending": pending}
+            backward(step.residual_step(z, *norm, layer.weights(), layer.form, **around), z)
         return
     side = torch.cuda.Stream() if way == "stream" else torch.cuda.current_stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -69,8 +71,9 @@ def main() -> None:
     ask = asked.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/sanitize.py needs a CUDA device.")
-    plan.STEPS = True
+    usual = plan.BY_HAND, plan.BUSY
     for way in ask.ways:
+        plan.BY_HAND, plan.BUSY = (0, 0) if way == "step" else usual
         for number, (b, n, d, k) in enumerate(SHAPES):
             wide = number % 4 == 3 or (way == "step" and number % 2 == 0)
             form, dtype = FORMS[number % len(FORMS)], torch.float32 if wide else torch.bfloat16

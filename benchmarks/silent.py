@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dmst import use_kernels
+from dmst import provenance, use_kernels
 from dmst.bench import timing
 from dmst.bench.parity import SETS
 from dmst.kernels import plan, reference
@@ -180,7 +180,11 @@ def main() -> None:
     if ask.device == "cpu":
         print("No CUDA device here: these are times of the CPU, which leaves silent heads out by itself.")
     rows: list[dict[str, Any]] = []
-    facts = {"device": torch.cuda.get_device_name() if ask.device == "cuda" else "cpu", "torch": torch.__version__}
+    facts = {
+        "commit": provenance.commit(),
+        "device": torch.cuda.get_device_name() if ask.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+    }
     begun = time.perf_counter()
     with torch.no_grad(), use_kernels("fused" if ask.device == "cuda" else "auto"):
         for shape in ask.shapes:

@@ -12,6 +12,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from dmst.errors import OptionError
 from dmst.models import ModelConfig, model_config
@@ -363,6 +364,52 @@ def test_the_grid_of_a_config() -> None:
     assert config().grid == GRID and config().prefix == 0 and config(readout="token").prefix == 1
 
 
+# --- class attention: who looks -----------------------------------------------------------------------------------------
+
+
+def _class_attention() -> tuple[ClassAttentionBlock, Tensor, Tensor]:
+    torch.manual_seed(0)
+    block = ClassAttentionBlock(config())
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return block, torch.randn(2, 1, 24), torch.randn(2, 6, 24)
+
+
+def test_an_adapter_on_qkv_is_asked() -> None:
+    """A wrapper that shows the weight it wraps, as adapters do, is not passed by; nor is a hook."""
+    block, cls, patches = _class_attention()
+    right = block(cls, patches)
+
+    class Adapter(nn.Module):
+        def __init__(self, inner: nn.Linear) -> None:
+            super().__init__()
+            self.inner = inner
+
+        weight = property(lambda self: self.inner.weight)
+        bias = property(lambda self: self.inner.bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.inner(x)
+
+    inner = block.qkv
+    block.qkv = Adapter(inner)
+    assert not torch.allclose(block(cls, patches)[0], right[0], atol=1e-3)
+    block.qkv = inner
+    seen = []
+    hook = inner.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.allclose(block(cls, patches)[0], right[0], atol=1e-5)
+    hook.remove()
+    assert seen == [1]
+
+
+def test_a_pruned_qkv_trains() -> None:
+    block, cls, patches = _class_attention()
+    prune.l1_unstructured(block.qkv, "weight", 0.5)
+    for _ in range(2):
+        block(cls, patches)[0].sum().backward()
+
+
 # --- LayerScale as a part of W2 ----------------------------------------------------------------------------------------
 
 
@@ -398,20 +445,36 @@ def test_in_bfloat16_the_scale_goes_with_the_weight(kind: str, monkeypatch: pyte
         assert relative(found[name].double(), right) < max(1.5 * relative(apart[name].double(), right), 6e-3), name
 
 
-@pytest.mark.parametrize("why", ["float32", "float16", "hook", "a linear map of one's own"])
+@pytest.mark.parametrize(
+    "why", ["float32", "float16", "hook", "a hook everywhere", "a linear map of one's own", "a weight of one's own"]
+)
 def test_elsewhere_the_scale_stays_apart(why: str) -> None:
     step, z = _step("mlp"), torch.randn(3, 16, 48)
     low = {"float32": None, "float16": torch.float16}.get(why, torch.bfloat16)
+    hooks = []
     if why == "hook":
-        step.mlp.fc2.register_forward_hook(lambda *_: None)
+        hooks.append(step.mlp.fc2.register_forward_hook(lambda *_: None))
+    elif why == "a hook everywhere":
+        hooks.append(nn.modules.module.register_module_forward_hook(lambda *_: None))
     elif why == "a linear map of one's own":
         step.mlp.fc2.__class__ = type("Mine", (Linear,), {})
+    elif why == "a weight of one's own":
+        step.mlp.fc2.weight.__class__ = type("Mine", (nn.Parameter,), {})
     with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
         assert not step.scales_weight(z)
-    if why == "hook":
-        step.mlp.fc2._forward_hooks.clear()
+    for hook in hooks:
+        hook.remove()
+    if hooks:
         with torch.autocast("cpu", torch.bfloat16):
             assert step.scales_weight(z)
+
+
+def test_a_scaled_weight_without_a_bias() -> None:
+    step, z = _step("mlp"), torch.randn(3, 16, 48)
+    step.mlp.fc2.bias = None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert step.scales_weight(z)
+        assert step(z).shape == z.shape
 
 
 def test_without_a_scale_the_weight_is_as_it_was() -> None:

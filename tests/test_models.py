@@ -377,3 +377,24 @@ def test_an_exported_network_serves_every_size(name: str) -> None:
     for size in ((32, 32), (64, 48), (48, 128)):
         x = torch.randn(3, 3, *size)
         assert relative(exported(x), model(x)) < 1e-5
+
+
+def test_who_looks_at_the_last_norm_sees_every_token() -> None:
+    """Where nobody does, a network that ends in class attention norms its class token alone."""
+    small = {"dim": 24, "depth": 1, "num_heads": 3, "img_size": 16, "patch_size": 8, "num_classes": 5}
+    model = create_model("dmst_tiny", **small).eval()
+    x, seen = torch.randn(2, 3, 16, 16), []
+    right = model(x)
+    hook = model.norm.register_forward_hook(lambda module, given, out: seen.append(out.shape))
+    assert torch.allclose(model(x), right, atol=1e-6)
+    hook.remove()
+    assert seen == [(2, 5, 24)]
+
+    class Mine(type(model)):
+        def forward_features(self, images: torch.Tensor) -> torch.Tensor:
+            seen.append("mine")
+            return super().forward_features(images)
+
+    model.__class__ = Mine
+    assert torch.allclose(model(x), right, atol=1e-6)
+    assert seen[1:] == ["mine"]

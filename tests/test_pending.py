@@ -120,6 +120,18 @@ def test_compiled(save: str) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in found)
 
 
+@pytest.mark.parametrize("kernels", ["fused", "reference"])
+def test_a_stream_in_bfloat16_stays_so_with_a_wider_factor(kernels: str) -> None:
+    """Stochastic depth draws its factors in float32."""
+    made, pending = there(LISTING, BF16)
+    assert made.keep is not None and made.keep.dtype == F32
+    low = made.map(lambda x: x.to(BF16))
+    given = (low.norm_weight, low.norm_bias, EPS, low.weights, low.form)
+    with use_kernels(kernels), torch.no_grad():
+        out = step.residual_step(low.z, *given, scale=low.scale, keep=made.keep, pending=pending, grid=made.grid)
+    assert out.dtype == BF16
+
+
 def test_a_wrong_shape_is_named() -> None:
     made, pending = there(LISTING, F32)
     with pytest.raises(ShapeError, match="pending has shape"):
@@ -179,6 +191,12 @@ def test_a_network_has_the_same_bits(options: dict, monkeypatch: pytest.MonkeyPa
     assert all(same(x, y) for x, y in zip(found, wanted, strict=True))
 
 
+def test_a_network_in_bfloat16_drops_paths() -> None:
+    model = network(drop_path_rate=0.5).bfloat16().train()
+    with use_kernels("fused"):
+        assert model(torch.randn(3, 3, 16, 16, device=DEVICE, dtype=BF16)).dtype == BF16
+
+
 def carried(model: Any, z: Tensor) -> list[bool]:
     with use_kernels("fused"), torch.autocast(DEVICE, BF16):
         return [block.carries(z) for block in model.blocks]
@@ -195,6 +213,14 @@ def test_who_looks_gets_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         hook = model.get_submodule(place).register_forward_hook(lambda *_: None)
         assert carried(model, z).count(False) == 1, place
         hook.remove()
+    for place in ("blocks.0", "blocks.1.feedforward", "blocks.0.feedforward.mlp.fc2"):  # compiled by itself
+        module = model.get_submodule(place)
+        module._compiled_call_impl = module._call_impl
+        assert carried(model, z).count(False) == 1, place
+        module._compiled_call_impl = None
+    everywhere = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert carried(model, z) == [False] * 2
+    everywhere.remove()
     seen = []
     hook = model.blocks[1].register_forward_hook(lambda module, given, out: seen.append((given[0], out)))
     images = torch.randn(2, 3, 16, 16, device=DEVICE)

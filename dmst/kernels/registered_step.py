@@ -224,7 +224,7 @@ def _plain_forward(
     z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype,
     keeps: bool = True,
 ) -> tuple[Tensor, tuple[Tensor | None, ...], Kept]:  # fmt: skip
-    total = None if around.pending is None else _total(z, around)
+    total = None if around.pending is None else _total(z.contiguous(), around)
     z = z if total is None else total
     y, mean, rstd = _norm(z, around, eps)
     update, kept = registered._plain_forward(y, scaled(weights, around.scale), form, factors, dtype)

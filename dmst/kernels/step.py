@@ -73,7 +73,7 @@ def plain(
     update = kernels.attend(F.layer_norm(z, z.shape[-1:], norm_weight, norm_bias, eps), weights, form, grid=grid)
     if scale is not None:
         update = scale * update
-    return z + (update if keep is None else keep * update)
+    return cast(z + (update if keep is None else keep * update), z.dtype)
 
 
 def serves(z: Tensor, form: Form, dtype: torch.dtype) -> bool:

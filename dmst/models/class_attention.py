@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst.kernels import compute_dtype
+from dmst.models import seen
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import Mlp
 from dmst.models.linear import Linear
@@ -47,11 +48,14 @@ class ClassAttentionBlock(nn.Module):
 
     def look(self, cls: Tensor, patches: Tensor) -> Tensor:
         """What the class token sees, heads side by side (b, 1, d): q of it alone; k, v of all."""
-        dim = cls.shape[-1]
-        weights = self.qkv.weight.split((dim, 2 * dim))
-        biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split((dim, 2 * dim))
-        dtype = compute_dtype(patches)  # before they are joined: fewer bytes
+        dim, dtype = cls.shape[-1], compute_dtype(patches)  # before they are joined: fewer bytes
         both = torch.cat((cls.to(dtype), patches.to(dtype)), 1)
-        q, (k, v) = F.linear(cls, weights[0], biases[0]), F.linear(both, weights[1], biases[1]).split(dim, -1)
+        if seen.is_plain(self.qkv):
+            weights = self.qkv.weight.split((dim, 2 * dim))
+            biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split((dim, 2 * dim))
+            q, (k, v) = F.linear(cls, weights[0], biases[0]), F.linear(both, weights[1], biases[1]).split(dim, -1)
+        else:
+            q, k, v = self.qkv(both).chunk(3, -1)
+            q = q[:, :1]
         q, k, v = (rearrange(x, "b n (k p) -> b k n p", k=self.num_heads) for x in (q, k, v))
         return rearrange(F.scaled_dot_product_attention(q, k, v), "b k n p -> b n (k p)")

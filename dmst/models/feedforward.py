@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from dmst.errors import OptionError
 from dmst.kernels import compute_dtype
 from dmst.kernels.neighbours import local_gelu
-from dmst.models.in_one import is_hooked
+from dmst.models import seen
 from dmst.models.linear import Linear
 from dmst.models.residual import Residual
 
@@ -45,7 +45,8 @@ class Mlp(nn.Module):
         active = self.drop(active)
         if scale is None:
             return self.drop(self.fc2(active))
-        return self.drop(F.linear(active, scale.unsqueeze(-1) * self.fc2.weight, scale * self.fc2.bias))
+        bias = None if self.fc2.bias is None else scale * self.fc2.bias
+        return self.drop(F.linear(active, scale.unsqueeze(-1) * self.fc2.weight, bias))
 
 
 class LocalMlp(Mlp):
@@ -91,10 +92,10 @@ class MlpStep(nn.Module):
         """Whether the scale, if there is one, goes with W2: its gradient then comes from that of the weight, and the update is
         not kept for it. In bfloat16 alone: float32 keeps its bits, and float16 has no room for a small scale.
         """
-        usual = type(self.mlp) in (Mlp, LocalMlp) and type(self.mlp.fc2) is Linear and type(self.residual) is Residual
+        usual = type(self.mlp) in (Mlp, LocalMlp) and type(self.residual) is Residual
         if not usual or compute_dtype(z) != torch.bfloat16:
             return False
-        return not any(map(is_hooked, (self.mlp, self.mlp.fc2, self.residual)))
+        return seen.is_plain(self.mlp.fc2) and not any(map(seen.is_hooked, (self.mlp, self.residual)))
 
 
 class LocalStep(MlpStep):

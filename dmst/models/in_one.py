@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from dmst.kernels import compute_dtype, plan
 from dmst.kernels import step as kernel
+from dmst.models import seen
 from dmst.models.residual import Residual
 from dmst.operators import Operator
 from dmst.operators.family import TokenStatistics
@@ -35,7 +35,7 @@ def serves(norm: nn.LayerNorm, operator: Operator, residual: Residual, z: Tensor
     if not plan.STEPS or not isinstance(operator, TokenStatistics) or not _usual(norm, operator, residual):
         return False
     drop = operator.proj_drop
-    if (drop.p and drop.training) or _has_any_global_hook() or any(map(is_hooked, (norm, operator, residual, drop))):
+    if (drop.p and drop.training) or seen.anybody() or any(map(seen.is_hooked, (norm, operator, residual, drop))):
         return False
     held = {x.dtype for x in (norm.weight, norm.bias, residual.scale, operator.subspace.weight) if x is not None}
     return held == {z.dtype} and kernel.serves(z, operator.form, compute_dtype(z))
@@ -48,9 +48,3 @@ def _usual(norm: nn.LayerNorm, operator: TokenStatistics, residual: Residual) ->
     skips = operator.skip_silent and not torch.is_grad_enabled()
     whole = type(norm) is nn.LayerNorm and norm.bias is not None and norm.normalized_shape == (operator.dim,)
     return whole and type(residual) is Residual and not (own or skips)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Or has a forward of its own, as an object."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in vars(module)

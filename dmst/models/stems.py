@@ -37,7 +37,7 @@ class ImageConv(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         missing = -self.in_channels % 8
-        if not (missing and _in_eights(x)):
+        if not (missing and self.groups == 1 and _in_eights(x)):
             return super().forward(x)
         x = x.to(compute_dtype(x))  # as autocast would, but before the channels are copied
         return self._conv_forward(_pad(x, missing), _pad(self.weight, missing), self.bias)
@@ -52,9 +52,9 @@ class PatchConv(nn.Conv2d):
     """A convolution whose stride is its kernel: one product for every patch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _by_product(x):
-            return super().forward(x)
         i, j = self.kernel_size
+        if not _by_product(x) or x.shape[-2] % i or x.shape[-1] % j:  # which a convolution crops
+            return super().forward(x)
         x = x.to(compute_dtype(x))  # as autocast would, but before the patches are copied
         patches = rearrange(x, "b c (h i) (w j) -> b h w (c i j)", i=i, j=j)
         return rearrange(F.linear(patches, self.weight.flatten(1), self.bias), "b h w d -> b d h w")

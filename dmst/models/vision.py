@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dmst.errors import OptionError, choose
+from dmst.models import seen
 from dmst.models.block import Block, LayerTrace
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.config import ModelConfig
@@ -62,7 +63,9 @@ class VisionModel(nn.Module):
     # --- from images to logits ---------------------------------------------------------------------------------------
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.forward_head(self.finish(self._encode(images), brief=True))
+        if self._briefly():
+            return self.forward_head(self.finish(self._encode(images), brief=True))
+        return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Every token at the end, normed: (b, 1 + n, d), or (b, n, d) with readout "mean"."""
@@ -113,7 +116,8 @@ class VisionModel(nn.Module):
         for block in self.blocks:
             layers.append(block.trace(z, grid))  # type: ignore[operator]
             z = layers[-1].after_feedforward
-        return Trace(self.forward_head(self.finish(z, brief=True)), grid, self.config.prefix, layers)
+        z = self.finish(z, brief=True) if self._briefly() else self.finish(z)
+        return Trace(self.forward_head(z), grid, self.config.prefix, layers)
 
     # --- feature maps ------------------------------------------------------------------------------------------------
 
@@ -235,6 +239,12 @@ class VisionModel(nn.Module):
         if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, *args, use_reentrant=False)
         return block(*args)
+
+    def _briefly(self) -> bool:
+        """Whether nobody could tell that the norm at the end saw the class token alone."""
+        mine = (type(self).forward_features, type(self).finish) == (VisionModel.forward_features, VisionModel.finish)
+        own = not mine or {"forward_features", "finish"} & vars(self).keys()
+        return not own and not seen.is_hooked(self.norm) and not seen.anybody()
 
     def _kind(self) -> torch.dtype:
         """The dtype of the weights; by name: a replica of DataParallel has no parameters()."""

@@ -45,7 +45,7 @@ def forward(
 
 def add(z: Tensor, update: Tensor, keep: Tensor | None) -> Tensor:
     """z + keep * update, in z's dtype."""
-    return torch.add(z, update) if keep is None else torch.addcmul(z, keep, update)
+    return torch.add(z, update) if keep is None else cast(torch.addcmul(z, keep, update), z.dtype)  # keep may be wider
 
 
 def take_steps(
