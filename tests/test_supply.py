@@ -42,8 +42,12 @@ BANNED_CALLS = {
 BANNED_KEYWORDS = {"shell", "trust_remote_code"}
 
 
+# Python that the package writes itself, of names and numbers (test_tape: test_what_is_written_is_names_and_numbers)
+WRITERS = {"writer.py": ["exec"]}
+
+
 def test_nothing_is_unpickled_or_evaluated() -> None:
-    assert {path.name: banned(path.read_text()) for path in ROOT.rglob("*.py") if banned(path.read_text())} == {}
+    assert {path.name: banned(path.read_text()) for path in ROOT.rglob("*.py") if banned(path.read_text())} == WRITERS
 
 
 def banned(source: str) -> list[str]:

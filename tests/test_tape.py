@@ -6,6 +6,7 @@ tests/test_launch.py. tests/test_device_tape.py asks the same of a GPU.
 
 from __future__ import annotations
 
+import ast
 import re
 import threading
 import weakref
@@ -142,6 +143,25 @@ def test_every_step(case: tuple, dtype: torch.dtype, save: str, monkeypatch: pyt
         return drawn._replace(form=replace(drawn.form, save=save))
 
     thrice(lambda made: test_fused_step.fused(made, dtype), made)
+
+
+@interpreted
+def test_what_is_written_is_names_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is executed: no word of it may come from elsewhere. Objects go by names that the writer makes up."""
+    monkeypatch.setattr(plan, "STEPS", True)
+    for _ in range(3):
+        test_fused.fused(draw(("dmsa", {"membership_bias": True}), SMALL, F16), F16)
+        test_fused_step.fused(draw_step(test_fused_step.LISTING, SMALL))
+    ours = re.compile(r"[vp]\d+|c\d+|_|tensors|addresses|stream|STALE|new|launch|replay")
+    assert len(recorded()) == 4
+    for replay in recorded():
+        tree = ast.parse(replay.source)
+        assert all(ours.fullmatch(node.id) for node in ast.walk(tree) if isinstance(node, ast.Name))
+        values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        words = {value for value in values if isinstance(value, str)}
+        assert all(value is None or type(value) in (bool, int, str) for value in values)
+        assert all(word.isidentifier() for word in words)
+        assert not any(isinstance(node, ast.Import | ast.ImportFrom | ast.Lambda) for node in ast.walk(tree))
 
 
 @interpreted
