@@ -77,6 +77,13 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
+def coarsen(patch: pytest.MonkeyPatch) -> None:
+    """A program costs the interpreter as much as a tile: larger ones than planned, which test_pending and test_tape have."""
+    patch.setattr(plan, "norm", lambda d: plan.Tile(16, plan._chunk(d), 4))
+    patch.setattr(plan, "norm_adjoint", lambda d: plan.Tile(8, plan._chunk(d), 4))
+    patch.setattr(plan, "NORM_PROGRAMS", 4)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:

@@ -77,9 +77,9 @@ def pulled(made: Step, z: Tensor, pending: Tensor | None, dtype: torch.dtype, fo
     return {"output": out.detach(), **dict(zip(inputs, torch.autograd.grad(out, [*inputs.values()], made.grad), strict=True))}
 
 
-@pytest.mark.parametrize("save", ["projected", "nothing"])
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "keep", "save"), [(F32, True, "projected"), (BF16, False, "projected"), (BF16, True, "nothing")], ids=str
+)
 @pytest.mark.parametrize("case", FORMS, ids=label)
 def test_it_is_added_on_the_way_in(case: tuple, dtype: torch.dtype, keep: bool, save: str) -> None:
     made, pending = there((case[0], {**case[1], "save": save}), dtype, keep=keep)
