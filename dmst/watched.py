@@ -5,6 +5,8 @@
     exported()      of these, the ones whose graph somebody else will read: plain operators only
     dispatched()    a dispatch mode (fake tensors, make_fx, a FLOP counter): tensors may have no values to read
     recorded(x)     a CUDA graph is recorded where x is: nothing has a value yet
+    hooked(x)       a module whose call somebody would miss: hooks, a forward of its own as an object, compiled by itself
+    everywhere()    a hook on every module there is
     nobody()        none of the first four, asked at once: plain eager execution, where each question costs the host
 
 Plain eager execution answers no every time. Each asks PyTorch's private state, so they are asked in this one file.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
@@ -64,3 +67,12 @@ def nobody() -> bool:
 
 def recorded(x: torch.Tensor) -> bool:
     return x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+
+
+def hooked(module: torch.nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module) or module._compiled_call_impl is not None
+
+
+def everywhere() -> bool:
+    return _has_any_global_hook()

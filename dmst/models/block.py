@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from dmst.models import in_one, seen
+from dmst import watched
+from dmst.models import in_one
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import FEEDFORWARDS, LocalStep, MlpStep
 from dmst.models.residual import Residual
@@ -53,8 +54,8 @@ class Block(nn.Module):
         feedforward = self.feedforward
         if type(self) is not Block or not isinstance(feedforward, MlpStep) or type(feedforward) not in (MlpStep, LocalStep):
             return False
-        watched = seen.is_hooked(self) or seen.is_hooked(feedforward) or "attend" in vars(self)
-        return not watched and feedforward.scales_weight(z) and in_one.serves(self.norm, self.operator, self.residual, z)
+        missed = watched.hooked(self) or watched.hooked(feedforward) or "attend" in vars(self)
+        return not missed and feedforward.scales_weight(z) and in_one.serves(self.norm, self.operator, self.residual, z)
 
     def carry(self, z: Tensor, pending: Tensor | None, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
         """The same as `forward` of z + pending, as a sum that is yet to be added up; where it `carries`."""

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst.kernels import compute_dtype
-from dmst.models import seen
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import Mlp
-from dmst.models.linear import Linear
+from dmst.models.linear import Linear, is_plain
 from dmst.models.residual import Residual
 
 
@@ -50,7 +49,7 @@ class ClassAttentionBlock(nn.Module):
         """What the class token sees, heads side by side (b, 1, d): q of it alone; k, v of all."""
         dim, dtype = cls.shape[-1], compute_dtype(patches)  # before they are joined: fewer bytes
         both = torch.cat((cls.to(dtype), patches.to(dtype)), 1)
-        if seen.is_plain(self.qkv):
+        if is_plain(self.qkv):
             weights = self.qkv.weight.split((dim, 2 * dim))
             biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split((dim, 2 * dim))
             q, (k, v) = F.linear(cls, weights[0], biases[0]), F.linear(both, weights[1], biases[1]).split(dim, -1)

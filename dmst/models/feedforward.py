@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmst import watched
 from dmst.errors import OptionError
 from dmst.kernels import compute_dtype
 from dmst.kernels.neighbours import local_gelu
-from dmst.models import seen
-from dmst.models.linear import Linear
+from dmst.models.linear import Linear, is_plain
 from dmst.models.residual import Residual
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class MlpStep(nn.Module):
         usual = type(self.mlp) in (Mlp, LocalMlp) and type(self.residual) is Residual
         if not usual or compute_dtype(z) != torch.bfloat16:
             return False
-        return seen.is_plain(self.mlp.fc2) and not any(map(seen.is_hooked, (self.mlp, self.residual)))
+        return is_plain(self.mlp.fc2) and not any(map(watched.hooked, (self.mlp, self.residual)))
 
 
 class LocalStep(MlpStep):

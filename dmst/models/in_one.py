@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dmst import watched
 from dmst.kernels import compute_dtype, plan
 from dmst.kernels import step as kernel
-from dmst.models import seen
 from dmst.models.residual import Residual
 from dmst.operators import Operator
 from dmst.operators.family import TokenStatistics
@@ -35,7 +35,7 @@ def serves(norm: nn.LayerNorm, operator: Operator, residual: Residual, z: Tensor
     if not plan.STEPS or not isinstance(operator, TokenStatistics) or not _usual(norm, operator, residual):
         return False
     drop = operator.proj_drop
-    if (drop.p and drop.training) or seen.anybody() or any(map(seen.is_hooked, (norm, operator, residual, drop))):
+    if (drop.p and drop.training) or watched.everywhere() or any(map(watched.hooked, (norm, operator, residual, drop))):
         return False
     held = {x.dtype for x in (norm.weight, norm.bias, residual.scale, operator.subspace.weight) if x is not None}
     return held == {z.dtype} and kernel.serves(z, operator.form, compute_dtype(z))

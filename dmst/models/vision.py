@@ -19,8 +19,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dmst import watched
 from dmst.errors import OptionError, choose
-from dmst.models import seen
 from dmst.models.block import Block, LayerTrace
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.config import ModelConfig
@@ -244,7 +244,7 @@ class VisionModel(nn.Module):
         """Whether nobody could tell that the norm at the end saw the class token alone."""
         mine = (type(self).forward_features, type(self).finish) == (VisionModel.forward_features, VisionModel.finish)
         own = not mine or {"forward_features", "finish"} & vars(self).keys()
-        return not own and not seen.is_hooked(self.norm) and not seen.anybody()
+        return not own and not watched.hooked(self.norm) and not watched.everywhere()
 
     def _kind(self) -> torch.dtype:
         """The dtype of the weights; by name: a replica of DataParallel has no parameters()."""

@@ -16,9 +16,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.module import _has_any_global_hook
 
-from dmst import kernels, objective, rotary
+from dmst import kernels, objective, rotary, watched
 from dmst.errors import choose, flag, number
 from dmst.kernels import Form, Weights, reference
 from dmst.kernels.form import SAVES
@@ -150,5 +149,4 @@ def _is_idle(drop: nn.Module) -> bool:
     """Whether it returns what it is given and nobody listens: then it need not be called."""
     if type(drop) is not nn.Dropout or (drop.p and drop.training):
         return False
-    hooks = drop._forward_hooks or drop._forward_pre_hooks or drop._backward_hooks or drop._backward_pre_hooks
-    return not (hooks or "forward" in drop.__dict__ or _has_any_global_hook())
+    return not (watched.hooked(drop) or watched.everywhere())
