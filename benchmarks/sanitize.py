@@ -1,14 +1,16 @@
 """The fused kernels on 20 shapes, for NVIDIA's sanitizer to watch. It prints a line a shape.
 
-    compute-sanitizer --tool memcheck  python benchmarks/sanitize.py [--ways eager stream step silent]
+    compute-sanitizer --tool memcheck  python benchmarks/sanitize.py [--ways eager stream step silent] [--part 1/4]
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py
 
     eager     the layer, forward and backward, on the default stream, where fewer launches serve
     stream    the same on a stream of its own, where CUDA graphs are recorded: the kernels for a busy device
     step      a block's residual step with all that can be around it, by our own products where they serve
     silent    the layer without its silent heads, forward alone
+    idle      none of ours: two groups of warps that store a number each. Asked for by name; what racecheck says of it, it says
+              of every kernel whose warps are told apart
 
-Small: under the sanitizer a kernel takes a hundred times as long. Every route of docs/kernels.md is taken by some shape.
+`--part 1/4` takes every fourth shape from the first on, for several processes. Small: under the sanitizer a kernel takes a hundred times as long. Every route of docs/kernels.md is taken by some shape.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import argparse
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 import dmst
 from dmst.kernels import plan, step
@@ -24,12 +28,22 @@ from dmst.kernels import plan, step
 # samples, tokens, width, heads; odd ones, one token, short and long samples, narrow and wide heads
 SHAPES = [
     (1, 1, 48, 1), (2, 7, 48, 4), (3, 37, 96, 2), (5, 64, 96, 12), (4, 197, 384, 8), (2, 197, 192, 3), (1, 256, 64, 1),
-    (64, 17, 128, 8), (70, 33, 96, 2), (1, 768, 384, 8), (2, 768, 384, 8), (5, 896, 384, 8), (3, 1024, 192, 4),
-    (1, 1000, 256, 2), (2, 1023, 384, 6), (130, 5, 384, 8), (1, 2048, 128, 1), (2, 513, 768, 12), (1, 777, 1024, 8),
+    (64, 17, 128, 8), (70, 33, 96, 2), (1, 768, 384, 8), (2, 256, 128, 2), (5, 384, 192, 4), (3, 512, 192, 4),
+    (1, 300, 256, 2), (2, 255, 384, 6), (130, 5, 384, 8), (1, 512, 128, 1), (2, 65, 768, 12), (1, 131, 1024, 8),
     (9, 100, 72, 9),
 ]  # fmt: skip
 FORMS = ("dmsa:listing", "dmsa:proximal", "tssa")
-WAYS = ("eager", "stream", "step", "silent")
+WAYS = ("eager", "stream", "step", "silent", "idle")
+
+
+@gluon.jit
+def _store(out_ptr, WHICH: gl.constexpr):
+    gl.store(out_ptr + WHICH, WHICH + 1.0)
+
+
+@gluon.jit
+def idle_kernel(out_ptr):
+    gl.warp_specialize([(_store, (out_ptr, 0)), (_store, (out_ptr, 1))], [4], [24])
 
 
 def layer_of(form: str, d: int, k: int, dtype: torch.dtype) -> torch.nn.Module:
@@ -41,6 +55,12 @@ def layer_of(form: str, d: int, k: int, dtype: torch.dtype) -> torch.nn.Module:
 def backward(out: Tensor, z: Tensor) -> None:
     out.backward(torch.randn_like(out))
     assert z.grad is not None and torch.isfinite(z.grad).all()
+
+
+def idle() -> None:
+    out = torch.zeros(2, device="cuda")
+    idle_kernel[(4,)](out, num_warps=4)
+    assert out.tolist() == [1.0, 2.0]
 
 
 def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype) -> None:
@@ -67,20 +87,28 @@ def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype)
 
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    asked.add_argument("--ways", nargs="+", default=WAYS[:-1], choices=WAYS)
+    asked.add_argument("--part", default="1/1")
     ask = asked.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/sanitize.py needs a CUDA device.")
+    part, parts = map(int, ask.part.split("/"))
     usual = plan.BY_HAND, plan.BUSY
     for way in ask.ways:
+        if way == "idle":
+            idle()
+            continue
         plan.BY_HAND, plan.BUSY = (0, 0) if way == "step" else usual
-        for number, (b, n, d, k) in enumerate(SHAPES):
+        for number in range(part - 1, len(SHAPES), parts):
+            b, n, d, k = SHAPES[number]
             wide = number % 4 == 3 or (way == "step" and number % 2 == 0)
             form, dtype = FORMS[number % len(FORMS)], torch.float32 if wide else torch.bfloat16
+            print(f"{way}, {number + 1} of {len(SHAPES)}: {b} x {n} x {d}, {k} heads, {form}, {dtype}", flush=True)
             with dmst.use_kernels("fused"):
                 run(way, form, b, n, d, k, dtype)
             torch.cuda.synchronize()
-            print(f"{way}, {number + 1} of {len(SHAPES)}: {b} x {n} x {d}, {k} heads, {form}, {dtype}", flush=True)
+    torch.cuda.synchronize()
+    print("all done")
 
 
 if __name__ == "__main__":

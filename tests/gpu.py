@@ -34,8 +34,8 @@ def collect(files: list[str], root: Path) -> list[str]:
     return found
 
 
-def run(tests: list[str], root: Path, processes: int, seconds: float) -> tuple[dict[str, str], str]:
-    """Each test with its verdict (tests/verdicts.py writes them down as they come), and what the processes printed."""
+def run(tests: list[str], root: Path, processes: int, seconds: float) -> tuple[dict[str, str], dict[str, float], list[str]]:
+    """Each test with its verdict and its seconds (tests/verdicts.py writes them down as they come), and what went wrong."""
     with tempfile.TemporaryDirectory() as name:
         folder, running = Path(name), []
         for i in range(min(processes, len(tests))):
@@ -51,9 +51,12 @@ def run(tests: list[str], root: Path, processes: int, seconds: float) -> tuple[d
                 process.kill()
                 process.wait()
         lines = [line for path in folder.glob("*.verdicts") for line in path.read_text().splitlines()]
-        told = dict(line.split(" ", 1)[::-1] for line in lines)
         logs = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
-    return {test: told.get(test, "no verdict") for test in tests}, logs
+    told = [line.split(" ", 2) for line in lines if not line.startswith("#")]
+    verdicts, seconds_of = {test: word for word, _, test in told}, {test: float(taken) for _, taken, test in told}
+    wrong = [line[2:] for line in lines if line.startswith("#")]
+    wrong += [line for line in logs.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return {test: verdicts.get(test, "no verdict") for test in tests}, seconds_of, wrong
 
 
 def main() -> int:
@@ -66,7 +69,7 @@ def main() -> int:
     parse.add_argument("--out", type=Path)
     ask = parse.parse_args()
     begun, tests = time.monotonic(), collect(ask.files, ask.root)
-    verdicts, logs = run(tests, ask.root, ask.processes, ask.seconds)
+    verdicts, seconds_of, wrong = run(tests, ask.root, ask.processes, ask.seconds)
     counts = collections.Counter(verdicts.values())
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     lines = [
@@ -76,12 +79,13 @@ def main() -> int:
         "",
         *(f"{verdict:<10} {test}" for test, verdict in verdicts.items()),
     ]
-    failures = [line for line in logs.splitlines() if line.startswith(("E ", "FAILED", "ERROR"))]
-    text = "\n".join([*lines, "", *failures]).rstrip() + "\n"
+    text = "\n".join([*lines, "", *wrong]).rstrip() + "\n"
     if ask.out:
         ask.out.parent.mkdir(parents=True, exist_ok=True)
         ask.out.write_text(text)
-    print("\n".join([*lines[:3], *(line for line in lines[4:] if not line.startswith("passed")), *failures[:60]]))
+    print("\n".join([*lines[:3], *(line for line in lines[4:] if not line.startswith("passed")), *wrong[:60]]))
+    slow = sorted((taken, test) for test, taken in seconds_of.items() if taken > 5)
+    print("\n".join(f"{taken:6.1f} s  {test}" for taken, test in slow[:-11:-1]))
     return 0 if set(counts) <= {"passed"} else 1
 
 

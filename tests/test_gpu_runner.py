@@ -19,7 +19,7 @@ def test_c(): time.sleep(60)
 def test_every_verdict_is_told(tmp_path: Path) -> None:
     (tmp_path / "test_three.py").write_text(THREE)
     (tmp_path / "conftest.py").write_text((ROOT / "tests/verdicts.py").read_text())
-    command = [sys.executable, str(ROOT / "tests/gpu.py"), "test_three.py", "--root", str(tmp_path), "--processes", "3"]
+    command = [sys.executable, str(ROOT / "tests/gpu.py"), "test_three.py", "--root", str(tmp_path), "--processes", "1"]
     command += ["--seconds", "7", "--commit", "abc", "--out", str(tmp_path / "out.txt")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert run.returncode == 1
@@ -29,3 +29,4 @@ def test_every_verdict_is_told(tmp_path: Path) -> None:
     assert "::test_a" in told
     assert "::test_a" not in run.stdout  # only what did not pass is printed
     assert "::test_b" in run.stdout
+    assert "assert 0" in told  # though its process was cut short

@@ -191,6 +191,13 @@ def test_a_network_has_the_same_bits(options: dict, monkeypatch: pytest.MonkeyPa
     assert all(same(x, y) for x, y in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("low", [False, True])
+def test_a_trace_has_the_bits_of_the_forward_pass(low: bool) -> None:
+    model, images = network(), torch.randn(3, 3, 16, 16, device=DEVICE)
+    with torch.no_grad(), use_kernels("fused"), torch.autocast(DEVICE, BF16, enabled=low):
+        assert torch.equal(model.trace(images).logits, model(images))  # type: ignore[operator]
+
+
 def test_a_network_in_bfloat16_drops_paths() -> None:
     model = network(drop_path_rate=0.5).bfloat16().train()
     with use_kernels("fused"):

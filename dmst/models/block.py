@@ -42,12 +42,12 @@ class Block(nn.Module):
     def forward(self, z: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         return self.feedforward(self.attend(z, grid), grid)
 
-    def attend(self, z: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """The first line."""
+    def attend(self, z: Tensor, grid: tuple[int, int] | None = None, normed: Tensor | None = None) -> Tensor:
+        """The first line. `normed` is norm z, where that is at hand."""
         parts = (self.norm, self.operator, self.residual)
         if in_one.serves(*parts, z):
             return in_one.step(*parts, z, grid)
-        return self.residual(z, self.operator(self.norm(z), grid=grid))
+        return self.residual(z, self.operator(self.norm(z) if normed is None else normed, grid=grid))
 
     def carries(self, z: Tensor) -> bool:
         """Whether what the second line adds may wait for the next block, whose kernel adds it on the way in."""
@@ -65,6 +65,6 @@ class Block(nn.Module):
     def trace(self, z: Tensor, grid: tuple[int, int] | None = None) -> LayerTrace:
         """The same two lines, with what the operator computed beside them."""
         normed = self.norm(z)
-        after_operator = self.residual(z, self.operator(normed, grid=grid))
+        after_operator = self.attend(z, grid, normed)
         parts = self.operator.decompose(normed, grid=grid)
         return LayerTrace(z, normed, parts, after_operator, self.feedforward(after_operator, grid))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmst.kernels.fused.core import LISTING, PROXIMAL, attenuation, factor, gate_of_heads, head_block, tile
+from dmst.kernels.fused.core import LISTING, PROXIMAL, attenuation, factor, gate_of_heads, head_block, rounded, tile
 from dmst.kernels.fused.launch import launched
 
 
@@ -66,17 +66,17 @@ def adjoint_kernel(
     if PULL:
         if MODE == PROXIMAL:
             dmoment = theta * gate * gate * gate * gate * a * a * total
-            dgate = -2.0 * theta * tl.sum(gate * a * a * total, 1)
-            dtheta = -tl.sum(gate * gate * a * total, 1)
+            dgate = -2.0 * theta * tl.sum(rounded(gate * a * a * total), 1)
+            dtheta = -tl.sum(rounded(gate * gate * a * total), 1)
         elif MODE == LISTING:
             dmoment = -sign * gate * gate * gate * a * a * total
-            dgate = sign * tl.sum(total * a * (2.0 * a - 1.0), 1)
+            dgate = sign * tl.sum(rounded(total * a * (2.0 * a - 1.0)), 1)
         else:
             dmoment = -sign * gate * gate * gate * gate * a * a * total
-            dgate = 2.0 * sign * tl.sum(gate * total * a * a, 1)
+            dgate = 2.0 * sign * tl.sum(rounded(gate * total * a * a), 1)
         divisor = tl.load(divisor_ptr + sample * K + head, mask=head < K, other=1.0)
         m = dmoment / divisor[:, None]
-        mean = tl.sum(m * moment, 1)
+        mean = tl.sum(rounded(m * moment), 1)
         if split == 0:
             if GATED:
                 tl.store(dgate_ptr + sample * K + head, dgate, mask=head < K)

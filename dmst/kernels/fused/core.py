@@ -15,6 +15,16 @@ PROXIMAL: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
+def rounded(product):
+    """A product by itself, not as the first half of a fused multiply and add, where threads add up each other's products.
+
+    There a + b is taken by both of two threads, with their own product unrounded: two sums that may differ in the last bit, and
+    both threads store theirs in one place (triton-lang/triton issue 7264; racecheck reports it).
+    """
+    return product + 0.0
+
+
+@triton.jit
 def attenuation(moment, gate):
     return 1.0 / (1.0 + gate * gate * moment)
 

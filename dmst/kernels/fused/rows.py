@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmst.kernels.form import Weights
+from dmst.kernels.fused.core import rounded
 from dmst.kernels.fused.launch import launch, launched, planned
 from dmst.kernels.plan import power_of_two
 
@@ -45,7 +46,7 @@ def unscale_kernel(
         weight = tl.load(weight_ptr + row * along_rows + column * along_columns, mask=column < D, other=0.0).to(tl.float32)
         dout = tl.load(dout_ptr + row * D + column, mask=column < D, other=0.0).to(tl.float32)
         tl.store(dweight_ptr + row * D + column, scale * dout, mask=column < D)
-        dscale += tl.sum(dout * weight, 0)
+        dscale += tl.sum(rounded(dout * weight), 0)
     if BIAS:
         dbias = tl.load(dbias_ptr + row).to(tl.float32)
         tl.store(new_dbias_ptr + row, scale * dbias)
