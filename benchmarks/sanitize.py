@@ -7,23 +7,34 @@
     stream    the same on a stream of its own, where CUDA graphs are recorded: the kernels for a busy device
     step      a block's residual step with all that can be around it, by our own products where they serve
     silent    the layer without its silent heads, forward alone
-    idle      none of ours: two groups of warps that store a number each. Asked for by name; what racecheck says of it, it says
-              of every kernel whose warps are told apart
+    idle      none of ours: groups of warps that do next to nothing. Only where it is asked for
 
-`--part 1/4` takes every fourth shape from the first on, for several processes. Small: under the sanitizer a kernel takes a hundred times as long. Every route of docs/kernels.md is taken by some shape.
+`--part 1/4` takes every fourth shape from the first on, for several processes. Small: under the sanitizer a kernel takes a
+hundred times as long. Every route of docs/kernels.md is taken by some shape.
+
+    python benchmarks/sanitize.py --read LOG ...     what the logs of racecheck say, counted; 1 if any of it is about our memory
+
+Not about our memory: the library's own kernels (nvjet), and the byte by which Triton tells a group of warps what to do. It is
+written where `warp_specialize` is called and at the end, and read at the head of the kernel, with a barrier of all warps
+between (`barrier.sync 1` in the PTX). racecheck reports it as soon as some warps have had a barrier of their own: `idle` too.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+from collections import Counter
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 import dmst
 from dmst.kernels import plan, step
+from dmst.kernels.fused import hopper
 
 # samples, tokens, width, heads; odd ones, one token, short and long samples, narrow and wide heads
 SHAPES = [
@@ -43,7 +54,11 @@ def _store(out_ptr, WHICH: gl.constexpr):
 
 @gluon.jit
 def idle_kernel(out_ptr):
-    gl.warp_specialize([(_store, (out_ptr, 0)), (_store, (out_ptr, 1))], [4], [24])
+    barriers = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(8):
+        mbarrier.init(barriers.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize([(_store, (out_ptr, 0)), (_store, (out_ptr, 1)), (_store, (out_ptr, 2))], [4, 1], [240, 24])
 
 
 def layer_of(form: str, d: int, k: int, dtype: torch.dtype) -> torch.nn.Module:
@@ -58,9 +73,9 @@ def backward(out: Tensor, z: Tensor) -> None:
 
 
 def idle() -> None:
-    out = torch.zeros(2, device="cuda")
-    idle_kernel[(4,)](out, num_warps=4)
-    assert out.tolist() == [1.0, 2.0]
+    out = torch.zeros(3, device="cuda")
+    idle_kernel[(64,)](out, num_warps=4, maxnreg=168)
+    assert out.tolist() == [1.0, 2.0, 3.0]
 
 
 def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype) -> None:
@@ -85,11 +100,45 @@ def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype)
         backward(layer(z), z)
 
 
+def read(logs: list[Path]) -> int:
+    """Print how often each place was reported; the number of those about our memory."""
+    found: Counter[str] = Counter()
+    for log in logs:
+        for report in re.split(r"^=+ +$", log.read_text(), flags=re.MULTILINE):
+            places = re.findall(r"(Read|Write) access at (\w+)\S*(?: in (\S+):(\d+))?", report)
+            if places:
+                found[_about(places)] += 1
+        if "RACECHECK SUMMARY" not in log.read_text():
+            found["not finished"] += 1
+    for about, count in found.items():
+        print(f"{count:5} {about}")
+    return sum(count for about, count in found.items() if about not in (LIBRARY, DISPATCH))
+
+
+LIBRARY, DISPATCH = "kernels of the library", "the byte that tells a group of warps what to do"
+
+
+def _about(places: list[tuple[str, str, str, str]]) -> str:
+    if all(kernel.startswith("nvjet") for _, kernel, _, _ in places):
+        return LIBRARY
+    for file, kernel in ((Path(hopper.__file__), "hopper_kernel"), (Path(__file__), "idle_kernel")):
+        lines = file.read_text().splitlines()
+        head = next(i for i, line in enumerate(lines, 1) if line.startswith(f"def {kernel}("))
+        call = next(i for i, line in enumerate(lines, 1) if i > head and "gl.warp_specialize(" in line)
+        told = {("Read", str(head)), ("Write", str(head)), ("Write", str(call))}
+        if all(name == kernel and (access, line) in told for access, name, _, line in places):
+            return DISPATCH
+    return "; ".join(f"{access} {kernel} {Path(file).name}:{line}" for access, kernel, file, line in places)
+
+
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--ways", nargs="+", default=WAYS[:-1], choices=WAYS)
     asked.add_argument("--part", default="1/1")
+    asked.add_argument("--read", nargs="+", type=Path)
     ask = asked.parse_args()
+    if ask.read:
+        raise SystemExit(1 if read(ask.read) else 0)
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/sanitize.py needs a CUDA device.")
     part, parts = map(int, ask.part.split("/"))

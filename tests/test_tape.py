@@ -7,6 +7,7 @@ tests/test_launch.py. tests/test_device_tape.py asks the same of a GPU.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import threading
 import weakref
@@ -88,6 +89,7 @@ def played() -> list[int]:
     for kind, replay in list(tape._tapes.items()):
         if type(replay) is FunctionType:
 
+            @functools.wraps(replay)
             def counted(*args: Any, _replay: Any = replay) -> Any:
                 count.append(1)
                 return _replay(*args)

@@ -68,3 +68,12 @@ class Block(nn.Module):
         after_operator = self.attend(z, grid, normed)
         parts = self.operator.decompose(normed, grid=grid)
         return LayerTrace(z, normed, parts, after_operator, self.feedforward(after_operator, grid))
+
+    def trace_carried(
+        self, z: Tensor, pending: Tensor | None, grid: tuple[int, int] | None, total: Tensor
+    ) -> tuple[LayerTrace, Tensor, Tensor]:
+        """`carry` with the trace of it; `total` is z + pending."""
+        after_operator, update = self.carry(z, pending, grid)
+        normed = self.norm(total)
+        parts = self.operator.decompose(normed, grid=grid)
+        return LayerTrace(total, normed, parts, after_operator, after_operator + update), after_operator, update

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from einops import rearrange
@@ -76,7 +76,7 @@ class VisionModel(nn.Module):
         z, grid = self.embed(images)
         pending = None  # what a block leaves for the next one to add
         for block in self.blocks:
-            if not self.grad_checkpointing and isinstance(block, Block) and block.carries(z):
+            if self._carries(block, z):
                 z, pending = block.carry(z, pending, grid)
             else:
                 z, pending = self._run(block, z if pending is None else z + pending, grid), None
@@ -113,10 +113,16 @@ class VisionModel(nn.Module):
         """The logits, and for every layer its tokens and Parts: what the model computes, in any state and on any kernel."""
         z, grid = self.embed(images)
         layers: list[LayerTrace] = []
+        total, pending = z, None  # the very calls of `_encode`, or the last bits could differ
         for block in self.blocks:
-            layers.append(block.trace(z, grid))  # type: ignore[operator]
-            z = layers[-1].after_feedforward
-        z = self.finish(z, brief=True) if self._briefly() else self.finish(z)
+            if self._carries(block, z):
+                layer, z, pending = block.trace_carried(z, pending, grid, total)
+            else:
+                layer = block.trace(total, grid)  # type: ignore[operator]
+                z, pending = layer.after_feedforward, None
+            layers.append(layer)
+            total = layer.after_feedforward
+        z = self.finish(total, brief=True) if self._briefly() else self.finish(total)
         return Trace(self.forward_head(z), grid, self.config.prefix, layers)
 
     # --- feature maps ------------------------------------------------------------------------------------------------
@@ -240,10 +246,13 @@ class VisionModel(nn.Module):
             return checkpoint(block, *args, use_reentrant=False)
         return block(*args)
 
+    def _carries(self, block: nn.Module, z: Tensor) -> TypeGuard[Block]:
+        return not self.grad_checkpointing and isinstance(block, Block) and block.carries(z)
+
     def _briefly(self) -> bool:
         """Whether nobody could tell that the norm at the end saw the class token alone."""
         mine = (type(self).forward_features, type(self).finish) == (VisionModel.forward_features, VisionModel.finish)
-        own = not mine or {"forward_features", "finish"} & vars(self).keys()
+        own = not mine or "forward_features" in vars(self) or "finish" in vars(self)
         return not own and not watched.hooked(self.norm) and not watched.everywhere()
 
     def _kind(self) -> torch.dtype:
