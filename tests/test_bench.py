@@ -540,14 +540,24 @@ def test_eager_times_each_call_and_waits_for_it(paper: Paper) -> None:
     assert (timed.median, timed.spread) == (2.0, 0.0)
 
 
+def test_queued_calls_are_not_waited_for(paper: Paper) -> None:
+    timed = timing.queued(paper.step)
+    assert timed.times == [2.0] * timing.GROUPS  # of one call
+    turns = [turn for what, turn in paper.diary if what == "called"][timing.WARM :]
+    assert len(turns) == timing.GROUPS * timing.CALLS
+    assert set(turns) == set(range(parity.SETS))
+    assert turns[-1] == 0 == timed.last[0].sum()
+    assert ("waited", 0) not in paper.diary
+
+
 def test_recorded_marks_every_call_and_keeps_a_copy(paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warm calls too; the memory of the last results is the graph's."""
     own = torch.zeros(3)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: paper.diary.append(("marked", 0)))
     timed = timing.recorded(lambda turn: (own.copy_(*paper.step(turn)),))
-    assert timed.times == [2.0] * timing.REPEATS
+    assert timed.times == [2.0] * timing.GROUPS
     names = [what for what, _ in paper.diary]
-    assert names == ["marked", "called"] * timing.WARM + ["marked", "called", "waited"] * timing.REPEATS
+    assert names == ["marked", "called"] * (timing.WARM + timing.GROUPS * timing.CALLS)
     own.fill_(7)
     assert timed.last[0].tolist() == [0, 0, 0]
 

@@ -184,7 +184,7 @@ def test_what_was_timed_is_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_each_pass_has_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graph: inference replayed, training eager. Compiled, recorded: once for both, and what the compiler says is noted."""
+    """Graph: inference replayed, training queued. Compiled, recorded: once for both, and what the compiler says is noted."""
     used: list[str] = []
 
     def timer(name: str) -> Callable[[timing.Step], timing.Timed]:
@@ -194,12 +194,12 @@ def test_each_pass_has_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
         used.append(f"compile {mode}")
         return model, lambda: "2 graph breaks"
 
-    for name in ("graph", "eager", "compiled", "recorded"):
+    for name in ("graph", "queued", "recorded"):
         monkeypatch.setitem(timing.TIMERS, ("cpu", name), timer(name))
     monkeypatch.setattr(measure, "compile_layer", compiler)
     rows = [model_row.measured(DIGITS._replace(mode=mode), SETTING, {}) for mode in ("graph", "compiled", "recorded")]
     assert used == [
-        "graph", "eager", "compile None", "compiled", "compiled", "compile reduce-overhead", "recorded", "recorded",
+        "graph", "queued", "compile None", "queued", "queued", "compile reduce-overhead", "recorded", "recorded",
     ]  # fmt: skip
     assert [(row["inference"], row["training"]) for row in rows] == [(3000.0, 3000.0)] * 3  # 6 images in 2 ms
     assert [row["note"] for row in rows] == [None, "2 graph breaks", "2 graph breaks"]
@@ -253,7 +253,7 @@ def test_recorded_results_are_kept_from_the_next_step(monkeypatch: pytest.Monkey
 
     memory, judge = Overwriting(monkeypatch), model_parity.judge_gradients
     monkeypatch.setattr(model_parity, "judge_gradients", spoilt)
-    monkeypatch.setattr(timing, "eager", eager)
+    monkeypatch.setattr(timing, "queued", eager)
     monkeypatch.setitem(timing.TIMERS, ("cpu", "recorded"), timing.recorded)
     row = model_row.measured(DIGITS._replace(mode="recorded"), SETTING, {})
     assert memory.diary == ["begin", "infer"] * 5 + ["begin", "train"] * 5

@@ -16,9 +16,9 @@ from dmst.bench import networks, timing
 from dmst.errors import OptionError, choose
 
 MODES = {  # inference, training
-    "compiled": ("compiled", "compiled"),
+    "compiled": ("queued", "queued"),
     "recorded": ("recorded", "recorded"),
-    "graph": ("graph", "eager"),
+    "graph": ("graph", "queued"),
     "eager": ("eager", "eager"),
 }
 COMPILER = {"compiled": None, "recorded": "reduce-overhead"}  # its mode, where a network is compiled

@@ -40,9 +40,9 @@ UNITS = {
     "inference, training": "images a second, from the median; training is forward, cross entropy and backward, no optimizer",
     "peak_mb": "MiB (2**20 bytes) of a training step, weights and images not counted; not told of recorded steps",
     "error, gradient_error": "relative L2 against the plain steps in float32 (of 16-bit autocast) or float64",
-    "compiled": "torch.compile(dynamic=False), each call between CUDA events, waited for",
+    "compiled": "torch.compile(dynamic=False); calls one after the other, CUDA events around each five",
     "recorded": 'torch.compile(mode="reduce-overhead", dynamic=False): CUDA graphs by the compiler; timed as compiled',
-    "graph": "inference by CUDA-graph replay; training eager",
+    "graph": "inference by CUDA-graph replay; training eager, timed as compiled",
     "eager": "each call between CUDA events, waited for; on a CPU by its clock",
 }
 

@@ -83,23 +83,29 @@ def unhurried(x: Tensor) -> bool:
     return x.shape[0] * x.shape[1] >= plan.BUSY or (x.is_cuda and torch._C._cuda_getCurrentRawStream(x.get_device()) != 0)
 
 
-def column_sums(x: Tensor) -> Tensor:
-    """In parts, a row a program."""
+def column_sums(x: Tensor, part: Tensor | None = None) -> Tensor:
+    """In parts, a row a program; `part` has room for more rows after those."""
     rows, d = x.shape
-    span = max(64, over(rows, 132))
-    splits = over(rows, span)
-    part = torch.empty(splits, d, device=x.device, dtype=F32)
+    splits, span = _column_splits(rows)
+    if part is None:
+        part = torch.empty(splits, d, device=x.device, dtype=F32)
     launch(columns_kernel, _plan_columns(splits, d), x, part, rows, span)
     return part
 
 
+def _column_splits(rows: int) -> tuple[int, int]:
+    """How many programs, and the rows of each."""
+    span = max(64, over(rows, 132))
+    return over(rows, span), span
+
+
 def add_up(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each a sum over its first axis, five at most by one launch; float32."""
+    """Each a sum over its first axis, six at most by one launch; float32."""
     if not parts:
         return {}
     made = {name: torch.empty(part.shape[1:], device=part.device, dtype=F32) for name, part in parts.items()}
     count = len(parts)
-    spare = (None,) * (5 - count), (0,) * (5 - count)
+    spare = (None,) * (6 - count), (0,) * (6 - count)
     rows, columns = [len(part) for part in parts.values()], [out.numel() for out in made.values()]
     cut = _plan_totals(tuple(columns))
     sizes = (*rows, *spare[1], *columns, *spare[1])
@@ -114,7 +120,8 @@ def _plan_totals(columns: tuple[int, ...]) -> Cut:
 
 @lru_cache(1024)
 def _plan_columns(splits: int, d: int) -> Cut:
-    return planned((splits, over(d, 128)), D=d, ROWS=64, COLUMNS=128, STAGES=3, num_warps=4)
+    columns = min(128, max(8, plan.power_of_two(d)))
+    return planned((splits, over(d, columns)), D=d, ROWS=min(512, 8192 // columns), COLUMNS=columns, STAGES=3, num_warps=4)
 
 
 def partial_sums(rows: tuple[int, ...], k: int, p: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -421,14 +428,16 @@ def score_adjoint(
     """dz = dS U^T + what the scores ask, in place where the product has its dtype, or `apart`; `assign`'s gradients."""
     b, n, d = z.shape
     assert weights.assign is not None
-    dpooled = None
+    dpooled, k, splits, dbias = None, form.num_heads, 0, None
+    if wanted.assign_bias:  # rows of sums over tokens, and below them what each sample's gate asks of its tokens together
+        splits, _ = _column_splits(b * n)
+        dbias = torch.empty(splits + (0 if dgate is None else b), k, device=z.device, dtype=F32)
+        parts["assign_bias"] = column_sums(dscores.view(-1, k), dbias)
     if dgate is not None:
         dpooled = torch.empty_like(dgate)
-        launch(gate_adjoint_kernel, _plan_gate(form, b), dgate, kept.pooled, dpooled, n, form.gate_scale)
+        launch(gate_adjoint_kernel, _plan_gate(form, b), dgate, kept.pooled, dpooled, dbias, splits, n, form.gate_scale)
     if wanted.assign:
         parts["assign"] = _assign_adjoint(z, dscores, dpooled, form, factors)
-    if wanted.assign_bias:
-        grads["assign_bias"] = dscores.sum((0, 1)) + (0 if dpooled is None else n * dpooled.sum(0))
     if not wants_z:
         return None
     product = flow @ weight_in

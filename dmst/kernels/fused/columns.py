@@ -41,7 +41,7 @@ def _total(part_ptr, out_ptr, rows, columns, block, ROWS: tl.constexpr, COLUMNS:
 @launched
 @triton.jit
 def totals_kernel(
-    p0, p1, p2, p3, p4, o0, o1, o2, o3, o4, r0, r1, r2, r3, r4, c0, c1, c2, c3, c4,
+    p0, p1, p2, p3, p4, p5, o0, o1, o2, o3, o4, o5, r0, r1, r2, r3, r4, r5, c0, c1, c2, c3, c4, c5,
     COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out_i = the sum of the rows of part_i (r_i, c_i); a program has a few columns of one of them."""
@@ -69,3 +69,8 @@ def totals_kernel(
         blocks = tl.cdiv(c4, COLUMNS)
         if (block >= 0) & (block < blocks):
             _total(p4, o4, r4, c4, block, ROWS, COLUMNS)
+    if COUNT > 5:
+        block -= blocks
+        blocks = tl.cdiv(c5, COLUMNS)
+        if (block >= 0) & (block < blocks):
+            _total(p5, o5, r5, c5, block, ROWS, COLUMNS)

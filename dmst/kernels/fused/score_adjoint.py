@@ -21,14 +21,17 @@ from dmst.kernels.fused.turn import beside, fetch, four, places, turns, unpack, 
 @launched
 @triton.jit
 def gate_adjoint_kernel(
-    dgate_ptr, pooled_ptr, dpooled_ptr, n, scale, K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr
-):
+    dgate_ptr, pooled_ptr, dpooled_ptr, dbias_ptr, above, n, scale,
+    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr,
+):  # fmt: skip
     sample = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, ALL)
     dgate = tl.load(dgate_ptr + sample * K + head, mask=head < K, other=0.0) * scale
     pooled = tl.load(pooled_ptr + sample * K + head, mask=head < K, other=0.0)
-    dpooled = pull_back(dgate, pooled, head, K, GATE, ACTIVE) / (n * 1.0)
-    tl.store(dpooled_ptr + sample * K + head, dpooled, mask=head < K)
+    pulled = pull_back(dgate, pooled, head, K, GATE, ACTIVE)
+    tl.store(dpooled_ptr + sample * K + head, pulled / (n * 1.0), mask=head < K)
+    if dbias_ptr is not None:  # of all n tokens
+        tl.store(dbias_ptr + (above + sample) * K + head, pulled, mask=head < K)
 
 
 @triton.jit
