@@ -18,6 +18,7 @@ from dmst import watched
 from dmst.errors import OptionError
 from dmst.kernels import compute_dtype
 from dmst.kernels.neighbours import local_gelu
+from dmst.models.activation import gelu
 from dmst.models.linear import Linear, is_plain
 from dmst.models.residual import Residual
 
@@ -38,7 +39,7 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(config.proj_drop_rate)
 
     def forward(self, z: Tensor, grid: Grid = None, scale: Tensor | None = None) -> Tensor:
-        return self.leave(F.gelu(self.fc1(z)), scale)
+        return self.leave(gelu(self.fc1(z)), scale)
 
     def leave(self, active: Tensor, scale: Tensor | None) -> Tensor:
         """scale * W2 active, the scale as a part of W2."""
@@ -66,7 +67,7 @@ class LocalMlp(Mlp):
         hidden = self.fc1(z)  # (b, prefix + n, hidden)
         active = local_gelu(hidden[:, self.prefix :], self.local.weight, grid)
         if self.prefix:
-            active = torch.cat((F.gelu(hidden[:, : self.prefix]), active), 1)
+            active = torch.cat((gelu(hidden[:, : self.prefix]), active), 1)
         return self.leave(active, scale)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst.kernels import compute_dtype
+from dmst.models.activation import Gelu
 from dmst.models.linear import Linear
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class ConvStem(nn.Module):
             layers += [
                 kind(widths[i], widths[i + 1], 3, stride, 1, bias=False, **factory),
                 nn.BatchNorm2d(widths[i + 1], **factory),
-                nn.GELU(),
+                Gelu(),
             ]
         self.layers = nn.Sequential(*layers[:-1])
 

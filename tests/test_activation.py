@@ -1,0 +1,102 @@
+"""gelu: PyTorch's where it is called, a shorter formula where it is compiled for a GPU in bfloat16; both round the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import dmst
+from dmst.models import activation
+from dmst.models.activation import Gelu, gelu
+from tests.cases import relative
+
+F64, BF16 = torch.float64, torch.bfloat16
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whatever the device; the compiler asks once a graph."""
+    monkeypatch.setattr(activation, "_waits", lambda x: torch.compiler.is_dynamo_compiling() and x.dtype == BF16)
+    torch._dynamo.reset()
+
+
+def test_the_formula_is_the_normal_distribution() -> None:
+    x = torch.linspace(-12, 12, 100_001, dtype=F64)
+    below, bell = activation._normal(x)
+    assert (below - torch.special.ndtr(x)).abs().max() < 7.5e-8
+    assert torch.equal(bell, torch.exp(-0.5 * x * x))
+
+
+def test_in_bfloat16_it_is_what_rounding_leaves() -> None:
+    """Every number of bfloat16 between -6 and 6, by value and slope: as near to the truth as PyTorch's, or nearly so."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(BF16)
+    x = bits[bits.abs() < 6]
+    exact = x.double().requires_grad_()
+    (slope,) = torch.autograd.grad(F.gelu(exact).sum(), exact)
+    for call in (activation._Short.apply, F.gelu):
+        moving = x.clone().requires_grad_()
+        out = call(moving)
+        (found,) = torch.autograd.grad(out, moving, torch.ones_like(out))
+        assert relative(out.double(), F.gelu(exact.detach())) < 1.8e-3
+        assert relative(found.double(), slope) < 1.8e-3
+        assert (out.double() - F.gelu(exact.detach())).abs().max() < 2**-7
+
+
+def test_the_ends() -> None:
+    x = torch.tensor([torch.inf, 3e38, 0.0, -0.0, -3e38], dtype=BF16)
+    assert torch.equal(activation._Short.apply(x), x.clamp(min=0))
+    assert activation._Short.apply(torch.tensor([torch.nan], dtype=BF16)).isnan().all()
+
+
+def test_called_it_is_pytorchs() -> None:
+    x = torch.randn(100).to(BF16)
+    assert torch.equal(gelu(x), F.gelu(x))
+    assert torch.equal(Gelu()(x), F.gelu(x))
+    assert torch.equal(Gelu("tanh")(x), F.gelu(x, approximate="tanh"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_it_is_the_formula_in_one_graph(short: None) -> None:
+    graphs: list[Any] = []
+
+    def look(graph: torch.fx.GraphModule, _: list) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    call: Any = torch.compile(gelu, backend=look, fullgraph=True)
+    x = torch.randn(100).to(BF16)
+    assert torch.equal(call(x), activation._Short.apply(x))
+    assert "exp" in str(graphs[0].graph) or any("exp" in str(g.graph) for m in graphs for g in m.children())
+    assert torch.equal(call(x.float()), F.gelu(x.float()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpointed"])
+def test_a_compiled_network(again: bool, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model: Any = dmst.create_model("dmst_tiny", img_size=32, dim=48, depth=2, num_heads=3, num_classes=5)
+    model.set_grad_checkpointing(again)
+    images = torch.randn(2, 3, 32, 32)
+
+    def outcome(call: Any) -> list[Tensor]:
+        with torch.autocast("cpu", BF16):
+            out = call(images).float()
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), list(model.parameters()))]
+
+    right = outcome(model)
+    found = outcome(torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert all(relative(x.double(), y.double()) < 0.02 for x, y in zip(found, right, strict=True))
+    monkeypatch.setattr(activation, "B", (0.0,) * 5)
+    torch._dynamo.reset()
+    wrong = outcome(torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert relative(wrong[0], right[0]) > 0.03  # so it was taken
+
+
+def test_exported_it_keeps_its_name(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    program = torch.export.export(Gelu(), (torch.randn(3),), strict=True)
+    assert [node.target for node in program.graph.nodes if node.op == "call_function"] == [torch.ops.aten.gelu.default]
