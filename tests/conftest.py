@@ -6,6 +6,7 @@ here, before any test is.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.quick import quicken
 from tests.verdicts import pytest_runtest_logreport  # noqa: F401 (a hook, by its name)
 
 torch.set_num_threads(1)
@@ -23,27 +25,41 @@ if not torch.cuda.is_available():
 settings.register_profile("dmst", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("dmst")
 
-# Their time goes into other people's Python (compilers, Triton's interpreter), which coverage's tracer makes two to three
-# times as slow: they run without it. What is covered is counted by the others, and so never too high.
+# Their time goes into other people's Python (compilers, Triton's interpreter, Hypothesis), which coverage's tracer makes two to
+# three times as slow: they run without it. What is covered is counted by the others, and so never too high.
 UNTRACED = (
     "test_traced.py", "test_models.py::test_compiled", "test_models.py::test_exported", "test_models.py::test_an_exported",
     "test_operator_contract.py::test_gradcheck", "test_fused.py::", "test_doctor.py::test_the_kernels",
     "test_loader.py::test_no_global_generator", "test_loader.py::test_compiled", "test_orthonormal.py::test_a_traced",
-    "test_fused_registration.py::test_compiles", "test_fused_registration.py::test_opcheck",
-    "test_fused_step.py::test_opcheck", "test_fused_step.py::test_a_compiled",
-    "test_fused_active.py::", "test_zoo.py::test_every_listed_model", "test_train.py::test_a_compiled_run",
+    "test_fused_step.py::", "test_tape.py::test_every", "test_recompute.py::test_fused",
+    "test_recompute.py::test_compiled", "test_recompute.py::test_a_compiled", "test_pending.py::test_it_is_added",
+    "test_fused_active.py::", "test_train.py::test_a_compiled_run", "test_stems.py::test_compiled",
+    "test_stems.py::test_recorded",
+    "test_model_pieces.py::test_class_attention_compiled", "test_models.py::test_the_trace_of_a_compiled",
+    "test_bench.py::test_a_run_writes", "test_fused_registration.py::test_compiles", "test_fused_registration.py::test_opcheck",
+    "test_zoo.py::test_every_listed_model", "test_zoo.py::test_a_config", "test_recipes.py::test_round_trip",
+    "test_model_files.py::test_any_header", "test_gate_positions.py::test_gradients",
+    "test_reproduce.py::test_a_compiled", "test_reproduce.py::test_a_cell_is_compiled", "test_orthonormal.py::test_a_matrix",
+    "test_timm.py::test_files", "test_timm.py::test_forward", "test_timm.py::test_default", "test_precision.py::",
+    "test_counts.py::test_operators_on_one_skeleton",
 )  # fmt: skip
 TRACED = (
     "test_fused_active.py::test_any_set",
     "test_fused_active.py::test_a_kernel",
     "test_fused.py::test_parity_of_every_form",
     "test_fused.py::test_scores_by_position",
+    "test_fused_step.py::test_parity[",
+    "test_fused_step.py::test_where",
+    "test_fused_step.py::test_a_kernel",
+    "test_fused_step.py::test_a_second",
+    "test_fused_step.py::test_fake",
+    "test_fused_step.py::test_the_operators",
 )
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Not `no_cover` of pytest-cov: in a process of xdist it stops one of two tracers."""
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Fixtures too. Not `no_cover` of pytest-cov: in a process of xdist it stops one of two tracers."""
     name, tracer = item.nodeid.rpartition("tests/")[2], sys.gettrace()
     if type(tracer).__module__.partition(".")[0] != "coverage" or not name.startswith(UNTRACED) or name.startswith(TRACED):
         return (yield)
@@ -52,6 +68,21 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         sys.settrace(tracer)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not look through all of it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quickened() -> Iterator[pytest.MonkeyPatch]:
+    """Triton's interpreter, where it is on."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            quicken(patch)
+        yield patch
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,7 @@ from dmst import kernels, rotary, use_kernels
 from dmst.kernels import Form, Weights, choice, plan, reference
 from dmst.operators import DMSA, create
 from tests.cases import FAMILY, build, excite, gradients, grid_of, label, relative
+from tests.quick import quicken  # noqa: F401 (soak/areas/kernels.py has it from here)
 from tests.standins import Products, Resident
 from tests.test_precision import BARS, PRECISE, excess, rounded
 
@@ -56,39 +57,11 @@ SMALL = (2, 7, 24, 3)  # b, n, d, k
 LAST_GRID = 65_535
 
 
-def quicken(patch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter replaces the language's functions anew at every call of a device function, a third of its time.
-
-    Once replaced they stay so for the launch: look at one of them, and leave the rest.
-    """
-    interpreter = pytest.importorskip("triton.runtime.interpreter", reason="Triton has no interpreter any more")
-    language = interpreter.tl
-    original = interpreter.InterpretedFunction.__call__
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seen = [value for value in self.fn.__globals__.values() if value is language or value is language.core]
-        if not seen or any(language.core.is_builtin(value.load) for value in seen):
-            return original(self, *args, **kwargs)
-        try:
-            return self.rewrite()(*args, **kwargs)
-        except Exception as error:
-            raise interpreter.InterpreterError(repr(error)) from error
-
-    patch.setattr(interpreter.InterpretedFunction, "__call__", call)
-
-
 def coarsen(patch: pytest.MonkeyPatch) -> None:
     """A program costs the interpreter as much as a tile: larger ones than planned, which test_pending and test_tape have."""
     patch.setattr(plan, "norm", lambda d: plan.Tile(16, plan._chunk(d), 4))
     patch.setattr(plan, "norm_adjoint", lambda d: plan.Tile(8, plan._chunk(d), 4))
     patch.setattr(plan, "NORM_PROGRAMS", 4)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        quicken(patch)
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from tests.cases import label, relative
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
 
 from dmst.kernels.fused import calls, casts, layer, skip
-from tests.test_fused import F16, F32, LAST_GRID, Layer, _Counted, _Poisoned, check, draw, guarded, quicken, strided
+from tests.test_fused import F16, F32, LAST_GRID, Layer, _Counted, _Poisoned, check, draw, guarded, strided
 
 pytestmark = [
     pytest.mark.skipif(
@@ -36,13 +36,6 @@ pytestmark = [
 
 MODES = ("listing", "equation", "proximal")
 SHAPES = [((3, 5, 48, 3), 1), ((2, 37, 96, 8), 2), ((2, 130, 48, 4), 3), ((2, 37, 48, 8), 8)]  # b, n, d, k; heads on
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        quicken(patch)
-        yield
 
 
 @pytest.fixture(autouse=True, params=["tiles", "whole samples"])

@@ -35,7 +35,7 @@ pytest.importorskip("triton", reason="Triton is not installed (it is for Linux o
 
 from dmst.kernels import registered
 from dmst.kernels.fused import layer
-from tests.test_fused import F32, Layer, Net, check, draw, fused, plain, quicken
+from tests.test_fused import F32, Layer, Net, check, draw, fused, plain
 
 pytestmark = [
     pytest.mark.skipif(
@@ -47,13 +47,6 @@ pytestmark = [
 FORMS = [("dmsa", {}), ("dmsa", {"mode": "proximal", "rotary": "2d"}), ("tssa", {}), ("gated_channel", {"rotary": "none"})]
 forms = pytest.mark.parametrize("case", FORMS, ids=label)
 SMALL = (2, 6, 24, 3)  # b, n, d, k
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        quicken(patch)
-        yield
 
 
 @pytest.fixture(autouse=True)

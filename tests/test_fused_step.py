@@ -37,7 +37,7 @@ from dmst.kernels import registered, registered_step
 from dmst.kernels.fused import layer
 from dmst.kernels.fused import step as fused_step
 from tests.standins import Products
-from tests.test_fused import BF16, F16, F32, F64, coarsen, draw, guarded, poison, quicken, weigh_early
+from tests.test_fused import BF16, F16, F32, F64, coarsen, draw, guarded, poison, weigh_early
 
 pytestmark = [
     pytest.mark.skipif(
@@ -55,9 +55,8 @@ CANCELLING = ("weights.theta", "weights.temperature", "weights.assign_bias")  # 
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
+def _coarse() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        quicken(patch)
         coarsen(patch)
         yield
 

@@ -50,7 +50,7 @@ def test_the_same_positions_are_the_default_to_the_bit() -> None:
 
 
 def test_gradients_and_the_compiler() -> None:
-    operator, z = build("dmsa", {"rotary": "none", "gate_rotary": "1d"}), tokens(b=1, n=3)
+    operator, z = build("dmsa", {"rotary": "none", "gate_rotary": "1d"}, dim=12), tokens(b=1, n=3, d=12)
     names = [name for name, _ in operator.named_parameters()]
 
     def call(z: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_gradients_and_the_compiler() -> None:
 
     assert torch.autograd.gradcheck(call, (z.requires_grad_(), *operator.parameters()))
     compiled = torch.compile(operator, backend="aot_eager", fullgraph=True, dynamic=True)
-    many = tokens(b=2, n=7)
+    many = tokens(b=2, n=7, d=12)
     plain, traced = (gradients(net, many, torch.ones_like(many)) for net in (operator, compiled))
     for (name, value), other in zip(plain.items(), traced.values(), strict=True):
         assert relative(other, value) < 1e-12, name

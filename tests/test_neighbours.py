@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,12 @@ from dmst.kernels.neighbours import local_gelu
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dmst[kernels]'")
 
+ROOT = Path(__file__).resolve().parent.parent
 CODE = """
+import pytest
 import torch
+from tests.quick import quicken
+quicken(pytest.MonkeyPatch())
 from torch.nn import functional as F
 import dmst
 from dmst.kernels import neighbours
@@ -84,7 +89,7 @@ torch.library.opcheck(torch.ops.dmst.local_gelu.default, (*tensors, 2, 3))
 def test_the_kernels_are_the_plain_formula() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CODE],
-        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=110,
+        cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 

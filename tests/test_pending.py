@@ -19,7 +19,7 @@ from tests.cases import label, relative
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
 
 from dmst.kernels import registered
-from tests.test_fused import BF16, F32, quicken
+from tests.test_fused import BF16, F32
 from tests.test_fused_step import EPS, LISTING, PROXIMAL, Step, draw_step
 
 pytestmark = [
@@ -34,10 +34,8 @@ FORMS = [LISTING, PROXIMAL, ("tssa", {})]
 
 
 @pytest.fixture(autouse=True)
-def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _watched() -> Iterator[None]:
     """A kernel that fell back would be compared with itself."""
-    if DEVICE == "cpu":
-        quicken(monkeypatch)
     registered._broken.clear()
     yield
     broken = set(registered._broken)

@@ -189,12 +189,10 @@ def test_networks_take_it(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def registered() -> Iterator[Any]:
     pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
     from dmst.kernels import registered
-    from tests.test_fused import quicken
 
-    quicken(monkeypatch)
     registered._broken.clear()
     with use_kernels("fused"):
         yield registered

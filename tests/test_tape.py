@@ -38,7 +38,7 @@ from triton.runtime.jit import JITFunction
 from dmst.kernels import registered, registered_step
 from dmst.kernels.fused import calls, launch, layer, tape
 from tests import test_fused, test_fused_step
-from tests.test_fused import BF16, F16, F32, draw, quicken
+from tests.test_fused import BF16, F16, F32, draw
 from tests.test_fused_step import bits, draw_step
 from tests.test_launch import Machine, machine, plainly  # noqa: F401 (a fixture)
 
@@ -52,13 +52,6 @@ read = pytest.mark.skipif(
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning")
 SMALL = (2, 5, 24, 3)  # b, n, d, k
 SHIFT = tl.constexpr(3)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        quicken(patch)
-        yield
 
 
 @pytest.fixture(autouse=True)

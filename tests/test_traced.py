@@ -12,10 +12,25 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dmst import kernels
 from dmst.operators import DMSA
-from tests.cases import VARIANTS, build, excite, gradients, label, relative, tokens
+from tests.cases import GATES, MODES, VARIANTS, build, excite, gradients, label, relative, tokens
 
 F64 = torch.float64
-variants = pytest.mark.parametrize("case", VARIANTS, ids=label)
+# Who traces meets a mode and a gate each by itself: all of both, and every mode with the gate that is the default. All pairs of
+# them are computed in tests/test_operator_contract.py.
+PAIRS = [
+    (name, options)
+    for name, options in VARIANTS
+    if options.keys() != {"mode", "gate_activation"}
+    or options["gate_activation"] == "sparsemax"
+    or (MODES.index(options["mode"]) + GATES.index(options["gate_activation"])) % 3 == 0
+]
+variants = pytest.mark.parametrize("case", PAIRS, ids=label)
+
+
+def test_every_mode_and_every_gate_is_traced() -> None:
+    for option, values in (("mode", MODES), ("gate_activation", GATES)):
+        assert {options[option] for name, options in PAIRS if name == "dmsa" and option in options} == set(values)
+    assert all(case in PAIRS for case in VARIANTS if "mode" not in case[1] or "gate_activation" not in case[1])
 
 
 @variants
