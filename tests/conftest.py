@@ -16,7 +16,6 @@ import torch
 from hypothesis import settings
 
 from tests.quick import quicken
-from tests.verdicts import pytest_runtest_logreport  # noqa: F401 (a hook, by its name)
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # children that wait for each other's cores took ten times as long

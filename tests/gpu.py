@@ -1,8 +1,11 @@
 """Run the GPU tests in several processes at once, and write what each came to: most of their time is compilation.
 
+Each process begins at a place of its own in the list, so that tests of one kind find their kernels compiled, and then takes
+what is left of the others'.
+
     python3 tests/gpu.py [FILE ...] [--processes 12] [--seconds 300] [--commit ID] [--out results/h200/tests.txt]
 
-Needs nothing but pytest. A test without a verdict when the time is up counts as one that failed.
+Needs nothing but pytest. A test without a verdict when the time is up, or when it is told to end, counts as one that failed.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import argparse
 import collections
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +28,7 @@ DEVICE = ("_fused", "_gluon", "", "_models", "_training", "_active", "_step", "_
 FILES = (*(f"tests/test_device{which}.py" for which in DEVICE), "tests/test_pending.py")
 PYTEST = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "-q", "--tb=short"]
 PYTEST += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
+WATCHED = [*PYTEST, "-p", "tests.verdicts"]
 
 
 def collect(files: list[str], root: Path) -> list[str]:
@@ -34,22 +39,28 @@ def collect(files: list[str], root: Path) -> list[str]:
     return found
 
 
-def run(tests: list[str], root: Path, processes: int, seconds: float) -> tuple[dict[str, str], dict[str, float], list[str]]:
+def run(tests: list[str], root: Path, processes: int, end: float) -> tuple[dict[str, str], dict[str, float], list[str]]:
     """Each test with its verdict and its seconds (tests/verdicts.py writes them down as they come), and what went wrong."""
+    count = min(processes, len(tests))
     with tempfile.TemporaryDirectory() as name:
         folder, running = Path(name), []
-        for i in range(min(processes, len(tests))):
-            with (folder / f"{i}.log").open("w") as log:
-                environment = os.environ | {"DMST_VERDICTS": str(folder / f"{i}.verdicts")}
-                command = [*PYTEST, *tests[i::processes]]
-                running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=root, env=environment))
-        end = time.monotonic() + seconds
-        for process in running:
-            try:
+        environment = os.environ | {
+            "DMST_VERDICTS": name,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        }
+        try:
+            for i in range(count):
+                first = i * len(tests) // count
+                with (folder / f"{i}.log").open("w") as log:
+                    command = [*WATCHED, *tests[first:], *tests[:first]]
+                    running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=root, env=environment))
+            for process in running:
                 process.wait(max(end - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            pass
+        for process in running:
+            process.kill()
+            process.wait()
         lines = [line for path in folder.glob("*.verdicts") for line in path.read_text().splitlines()]
         logs = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
     told = [line.split(" ", 2) for line in lines if not line.startswith("#")]
@@ -57,6 +68,10 @@ def run(tests: list[str], root: Path, processes: int, seconds: float) -> tuple[d
     wrong = [line[2:] for line in lines if line.startswith("#")]
     wrong += [line for line in logs.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return {test: verdicts.get(test, "no verdict") for test in tests}, seconds_of, wrong
+
+
+def stop(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -69,7 +84,8 @@ def main() -> int:
     parse.add_argument("--out", type=Path)
     ask = parse.parse_args()
     begun, tests = time.monotonic(), collect(ask.files, ask.root)
-    verdicts, seconds_of, wrong = run(tests, ask.root, ask.processes, ask.seconds)
+    signal.signal(signal.SIGTERM, stop)  # `timeout` says so first
+    verdicts, seconds_of, wrong = run(tests, ask.root, ask.processes, begun + ask.seconds)
     counts = collections.Counter(verdicts.values())
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     lines = [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -12,16 +14,20 @@ import time
 
 def test_a(): pass
 def test_b(): assert 0
-def test_c(): time.sleep(60)
+def test_c():
+    open("done", "w").close()
+    time.sleep(60)
 """
 
 
+def command(folder: Path, processes: int, seconds: int) -> list[str]:
+    (folder / "test_three.py").write_text(THREE)
+    asked = ["test_three.py", "--root", str(folder), "--processes", str(processes), "--seconds", str(seconds)]
+    return [sys.executable, str(ROOT / "tests/gpu.py"), *asked, "--commit", "abc", "--out", str(folder / "out.txt")]
+
+
 def test_every_verdict_is_told(tmp_path: Path) -> None:
-    (tmp_path / "test_three.py").write_text(THREE)
-    (tmp_path / "conftest.py").write_text((ROOT / "tests/verdicts.py").read_text())
-    command = [sys.executable, str(ROOT / "tests/gpu.py"), "test_three.py", "--root", str(tmp_path), "--processes", "1"]
-    command += ["--seconds", "7", "--commit", "abc", "--out", str(tmp_path / "out.txt")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    run = subprocess.run(command(tmp_path, 2, 12), capture_output=True, text=True, timeout=110)
     assert run.returncode == 1
     told = (tmp_path / "out.txt").read_text()
     for words in ("commit abc", "1 passed", "1 failed", "1 no verdict"):
@@ -29,4 +35,14 @@ def test_every_verdict_is_told(tmp_path: Path) -> None:
     assert "::test_a" in told
     assert "::test_a" not in run.stdout  # only what did not pass is printed
     assert "::test_b" in run.stdout
-    assert "assert 0" in told  # though its process was cut short
+    assert told.count("assert 0") == 1  # though its process was cut short, and only one of them had it
+
+
+def test_it_tells_what_it_knows_when_it_must_end(tmp_path: Path) -> None:
+    run = subprocess.Popen(command(tmp_path, 1, 100), stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not list(tmp_path.glob("done")) and time.monotonic() < end:
+        time.sleep(0.1)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(30) == 1
+    assert "1 passed, 1 failed, 1 no verdict" in (tmp_path / "out.txt").read_text()

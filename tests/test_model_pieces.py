@@ -16,6 +16,7 @@ from torch.nn.utils import prune
 
 from dmst.errors import OptionError
 from dmst.models import ModelConfig, model_config
+from dmst.models.activation import Gelu
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.feedforward import FEEDFORWARDS, Ista, LocalStep, MlpStep
 from dmst.models.linear import Linear
@@ -271,7 +272,7 @@ def test_class_attention_compiled_masks_no_tokens(amp: bool) -> None:
 def test_the_conv_stem(patch: int, widths: list[int], strides: list[int]) -> None:
     stem = ConvStem(config(patch_size=patch, img_size=16), dtype=F64)
     kinds = [type(layer) for layer in stem.layers]
-    wanted = [nn.Conv2d, nn.BatchNorm2d, nn.GELU] * len(strides)
+    wanted = [nn.Conv2d, nn.BatchNorm2d, Gelu] * len(strides)
     assert kinds == [ImageConv, *wanted[1:-1]]  # no activation after the last
     layers = [layer for layer in stem.layers if isinstance(layer, nn.Conv2d)]
     assert [layer.in_channels for layer in layers] + [24] == widths
