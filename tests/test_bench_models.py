@@ -579,11 +579,11 @@ def test_the_figure_repeats_to_the_byte(tmp_path: Path) -> None:
         assert words in first.decode()
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
     assert model_figure.series(made_up(), "vit_small", "peak_mb") == [(224, 8400 / 256), (1024, 700.0)]
-    assert "compiled, batch 256" in first.decode()
-    assert "recorded" not in first.decode()  # a size is drawn in one mode
-    assert model_figure.drawn(made_up()[::-1]) == [row for row in made_up()[::-1] if row["mode"] != "recorded"]
-    some = [row | ({"failure": "x"} if row["mode"] == "compiled" else {}) for row in made_up()]
-    assert {row["mode"] for row in model_figure.drawn(some)} == {"recorded", "graph"}
+    assert "224 px: recorded (memory: compiled), batch 256" in first.decode()
+    for key, other in (("inference", "compiled"), ("training", "compiled"), ("peak_mb", "recorded")):  # a size in one mode
+        assert model_figure.drawn(made_up()[::-1], key) == [row for row in made_up()[::-1] if row["mode"] != other]
+    some = [row | ({"failure": "x"} if row["mode"] == "recorded" else {}) for row in made_up()]
+    assert {row["mode"] for row in model_figure.drawn(some, "inference")} == {"compiled", "graph"}
     no_memory = [row | {"peak_mb": None} for row in made_up()]
     assert "not measured" in model_figure.draw(no_memory, tmp_path / "x")[0].read_text()
     with pytest.raises(OptionError, match="nothing to draw"):
