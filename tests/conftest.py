@@ -10,6 +10,8 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -56,17 +58,53 @@ TRACED = (
 )
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Fixtures too. Not `no_cover` of pytest-cov: in a process of xdist it stops one of two tracers."""
-    name, tracer = item.nodeid.rpartition("tests/")[2], sys.gettrace()
-    if type(tracer).__module__.partition(".")[0] != "coverage" or not name.startswith(UNTRACED) or name.startswith(TRACED):
-        return (yield)
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Not `no_cover` of pytest-cov: in a process of xdist it stops one of two tracers."""
+    tracer = sys.gettrace()
+    if not counts(tracer):
+        yield
+        return
     sys.settrace(None)
     try:
-        return (yield)
+        yield
     finally:
         sys.settrace(tracer)
+
+
+def counts(tracer: Any) -> bool:
+    return type(tracer).__module__.partition(".")[0] == "coverage"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Fixtures too."""
+    name = item.nodeid.rpartition("tests/")[2]
+    if not name.startswith(UNTRACED) or name.startswith(TRACED):
+        return (yield)
+    with untraced():
+        return (yield)
+
+
+def count_once(patch: pytest.MonkeyPatch) -> None:
+    """The lines of a kernel follow from its constants and the types of its arguments: a launch is traced the first time."""
+    try:
+        from triton.runtime.interpreter import GridExecutor
+    except ImportError:
+        return
+    launch, seen = GridExecutor.__call__, set()
+
+    def call(self: Any, *args: Any, **constants: Any) -> Any:
+        if not counts(sys.gettrace()):
+            return launch(self, *args, **constants)
+        kind = self.fn, *(str(getattr(x, "dtype", x is None)) for x in args), *sorted(map(str, constants.items()))
+        if kind not in seen:
+            seen.add(kind)
+            return launch(self, *args, **constants)
+        with untraced():
+            return launch(self, *args, **constants)
+
+    patch.setattr(GridExecutor, "__call__", call)
 
 
 def pytest_collection_finish() -> None:
@@ -78,9 +116,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def quickened() -> Iterator[pytest.MonkeyPatch]:
     """Triton's interpreter, where it is on."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as other:
         if os.environ.get("TRITON_INTERPRET") == "1":
             quicken(patch)
+            count_once(other)
         yield patch
 
 

@@ -129,8 +129,10 @@ def test_parity_of_large_batches(case: tuple, busy: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("case", [*LOW[:3], ("dmsa", {"membership_bias": True, "max_active_heads": 2})], ids=label)
-def test_parity_of_long_samples(case: tuple) -> None:
+@pytest.mark.parametrize("one_sweep", [False, True])
+def test_parity_of_long_samples(case: tuple, one_sweep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper pi s is kept, with an output weight a sample; elsewhere, and in the proximal form, s as at other lengths."""
+    monkeypatch.setattr(plan, "ONE_SWEEP", one_sweep)
     for shape in ((2, 768, 384, 8), (70, 128, 64, 4)):
         made = there(case, shape, BF16)
         mine = stored(made, BF16)

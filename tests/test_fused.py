@@ -39,6 +39,7 @@ pytest.importorskip("triton", reason="Triton is not installed (it is for Linux o
 from dmst.kernels import registered
 from dmst.kernels.fused import calls, casts, layer
 from dmst.kernels.fused.calls import Kept
+from dmst.kernels.fused.launch import planned
 
 pytestmark = [
     pytest.mark.skipif(
@@ -62,6 +63,10 @@ def coarsen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(plan, "norm", lambda d: plan.Tile(16, plan._chunk(d), 4))
     patch.setattr(plan, "norm_adjoint", lambda d: plan.Tile(8, plan._chunk(d), 4))
     patch.setattr(plan, "NORM_PROGRAMS", 4)
+    sizes = {"ROWS": 64, "COLUMNS": 128}
+    patch.setattr(
+        calls, "_plan_totals", lambda columns: planned((sum(-(-c // 128) for c in columns),), COUNT=len(columns), **sizes)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -377,12 +382,13 @@ WEIGHTED = [("dmsa", {"membership_bias": True}), ("dmsa", {"mode": "equation", "
 WEIGHTED += [("dmsa", {"max_active_heads": 2}), LOW[2], LOW[3], LOW[4], LOW[5]]  # the last four keep s itself
 
 
-@pytest.mark.parametrize("unfolded", [0, 64])
+@pytest.mark.parametrize(("unfolded", "one_sweep"), [(0, False), (64, False), (64, True)])
 @pytest.mark.parametrize("case", WEIGHTED, ids=label)
-def test_what_the_first_product_weighs(case: tuple, unfolded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_first_product_weighs(case: tuple, unfolded: int, one_sweep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of long samples on Hopper, whose two products are plain torch here: pi s is kept in place of s."""
     weigh_early(monkeypatch)
     monkeypatch.setattr(plan, "UNFOLDED", unfolded)
+    monkeypatch.setattr(plan, "ONE_SWEEP", one_sweep)
     made = draw(case, (3, 22, 24, 3)).map(guarded)
     poison(monkeypatch)
     found, kept = keep(functools.partial(fused, made), monkeypatch)
@@ -400,6 +406,7 @@ def test_what_the_first_product_weighs(case: tuple, unfolded: int, monkeypatch: 
 @pytest.mark.parametrize("case", [("dmsa", {"membership_bias": True}), LOW[3]], ids=label)
 def test_layouts_of_the_weights_on_their_way_to_hopper(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     weigh_early(monkeypatch)
+    monkeypatch.setattr(plan, "ONE_SWEEP", True)
     check_weights(draw(case, SMALL, F32, excited=True), F32)
 
 

@@ -35,7 +35,7 @@ ADJOINT = dict(BLOCK, MODE=0, GATED=True, UNIFORM=False, SIGMOID=True, WEIGHTED=
 BACK, ASSIGN = dict(TURNED, ASSIGN=1, GATED=True), dict(TURNED, Z=1, GATED=True)
 PLACE = dict(D=384, K=8, HEADS=8, SAMPLES=32, CHANNELS=64)
 UPDATE = dict(BLOCK, MODE=0, GATED=True, WEIGHTED=False, STAGES=2)
-UNFOLD = dict(D=384, K=8, P=48, WIDTH=64, ROWS=8, MODE=0, GATED=True)
+UNFOLD = dict(D=384, K=8, P=48, WIDTH=64, ROWS=8, MODE=0, GATED=True, SUM=True)
 ENERGY = dict(BLOCK, HEADS=8, NORMALIZE=True, SCORED=True)
 ONTO = dict(D=384, COLUMNS=192, P=48, BIAS=True, MOMENTS=False, BY_SAMPLE=False)
 PRODUCT = dict(ONTO, residual=None, keep_ptr=None, n=1)
@@ -98,7 +98,7 @@ CASES = {
         neighbours.local_kernel, neighbours.local_adjoint_kernel, neighbours.local_spread_kernel)],
     "rest": [(update.update_kernel, UPDATE), (update.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
              (update.update_kernel, dict(UPDATE, WEIGHTED=True)), (update.unfold_kernel, UNFOLD),
-             (update.unfold_kernel, dict(UNFOLD, GATED=False, MODE=1)),
+             (update.unfold_kernel, dict(UNFOLD, GATED=False, MODE=1, SUM=False)),
              (energy.energy_kernel, ENERGY), (energy.energy_kernel, dict(ENERGY, NORMALIZE=False, SCORED=False)),
              (energy.energy_adjoint_kernel, dict(BLOCK, NORMALIZE=True, BIAS=True, STAGES=2)),
              (columns.columns_kernel, dict(D=384, ROWS=32, COLUMNS=128, STAGES=3)),

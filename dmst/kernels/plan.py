@@ -19,6 +19,7 @@ POSITION_PROGRAMS = 528  # the same by position: four a processor, each with a r
 FOLDS = 2  # times as many tokens as channels, from which each sample has an output weight where silent heads are left out
 FOLDED = 4  # samples at most, each with an output product of its own
 UNFOLDED = 64  # samples at most whose products with dout are summed up for the output weight's gradient
+ONE_SWEEP = False  # whether these products also give A of the adjoint, in place of a sweep; not timed yet
 BY_HAND = 16384  # rows from which our own product serves
 BUSY = 16384  # tokens from which a device has more to do than the host that launches its kernels one by one
 NORM_PROGRAMS = 4224  # rows of partial sums for the gradients of a norm's weights

@@ -9,7 +9,8 @@
     weighted  s' = pi s is kept: A = sum_n G s',  dS = pi c G + 2 m s',  pi dpi = sum_i s' (c G + m s'/pi) - pi sum_i m T
 
 One program takes both sweeps where a sample is not split: the second finds its tokens in the cache. Otherwise the first leaves
-partial sums, and every program of the second adds them up for itself, in order. dS is written over G.
+partial sums, and every program of the second adds them up for itself, in order; they may come from elsewhere too (`update.py`).
+dS is written over G.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dmst.kernels.fused.launch import launched
 def adjoint_kernel(
     grad_ptr, s_ptr, membership_ptr, moment_ptr, gate_ptr, divisor_ptr, theta_ptr,
     part_ptr, dmembership_ptr, dgate_ptr, dtheta_ptr, dbias_ptr,
-    n, span, splits, sign,
+    n, span, splits, rows, sign,
     K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     MODE: tl.constexpr, GATED: tl.constexpr, UNIFORM: tl.constexpr, SIGMOID: tl.constexpr,
     WEIGHTED: tl.constexpr, SUM: tl.constexpr, PULL: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
@@ -57,10 +58,10 @@ def adjoint_kernel(
             tl.store(part_ptr + (sample * splits + split) * (K * P) + column, total, mask=inside)
     else:
         parts = tl.zeros((16, HEADS, WIDTH), tl.float32)
-        for first in range(0, splits, 16):
+        for first in range(0, rows, 16):
             part = first + tl.arange(0, 16)[:, None, None]
-            at = (sample * splits + part) * (K * P) + column[None]
-            parts += tl.load(part_ptr + at, mask=(part < splits) & inside[None], other=0.0)
+            at = (sample * rows + part) * (K * P) + column[None]
+            parts += tl.load(part_ptr + at, mask=(part < rows) & inside[None], other=0.0)
         total = tl.sum(parts, 0)
 
     if PULL:

@@ -341,22 +341,30 @@ def _plan_update(form: Form, b: int, d: int, sweep: plan.Sweep, gated: bool, wei
     )  # fmt: skip
 
 
-def unfold(product: Tensor, kept: Kept, form: Form) -> Tensor:
-    """The gradient of the output weight from dout_b^T pi s (b, d, d)."""
+def unfold(product: Tensor, weight_out: Tensor, kept: Kept, form: Form) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the output weight from dout_b^T pi s (b, d, d), and partial rows of A (b, rows, k, p)."""
     b, d, _ = product.shape
     k, out = form.num_heads, torch.empty(d, d, device=product.device, dtype=F32)
+    rows = over(d, 8)
+    part = torch.empty(b, rows, k, d // k, device=product.device, dtype=F32) if plan.ONE_SWEEP else None
     cut = planned(
-        (over(d, 8), k),
+        (rows, k),
         D=d, K=k, P=d // k, WIDTH=plan.power_of_two(d // k), ROWS=8, MODE=MODES[form.mode], GATED=kept.gate is not None,
+        SUM=part is not None,
     )  # fmt: skip
-    launch(unfold_kernel, cut, product, kept.second_moment, kept.gate, out, b, form.sign)
-    return out
+    strides = weight_out.stride()
+    launch(unfold_kernel, cut, product, kept.second_moment, kept.gate, weight_out, out, part, b, *strides, form.sign)
+    return out, part
 
 
 def adjoint(
-    flow: Tensor, kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, wants_bias: bool, weighted: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """dS over G, and the gradients of scores (or membership), gate, theta (b, k), and of the bias (b, splits, k, p)."""
+    flow: Tensor, kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, wants_bias: bool, weighted: bool,
+    part: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dS over G, and the gradients of scores (or membership), gate, theta (b, k), and of the bias (b, splits, k, p).
+
+    `part`: rows whose sum is A, where these are known; then one sweep will do.
+    """
     b, n, d = kept.projected.shape
     k, p = form.num_heads, d // form.num_heads
     late = form.membership == "energy"  # there the bias is summed in the next pass
@@ -369,13 +377,15 @@ def adjoint(
     dscores = torch.empty(b, n, k, **new)
     dgate = torch.empty(b, k, **new) if kept.gate is not None else None
     dtheta = torch.empty(b, k, **new) if form.mode == "proximal" else None
-    part = torch.empty(b, sweep.splits, k, p, **new) if sweep.splits > 1 else None
+    phases = ((False, True),) if part is not None else ((True, True),) if sweep.splits == 1 else ((True, False), (False, True))
+    if len(phases) == 2:
+        part = torch.empty(b, sweep.splits, k, p, **new)
     dbias = torch.empty(b, sweep.splits, k, p, **new) if wants_bias else None
     given = (flow, kept.projected, kept.membership, kept.second_moment, kept.gate, kept.divisor, weights.theta)
-    made = (part, dscores, dgate, dtheta, dbias)
-    for phase in ((True, True),) if part is None else ((True, False), (False, True)):
+    made, rows = (part, dscores, dgate, dtheta, dbias), 0 if part is None else part.shape[1]
+    for phase in phases:
         cut = _plan_adjoint(form, b, p, sweep, kept.gate is not None, weighted, phase, dbias is not None)
-        launch(adjoint_kernel, cut, *given, *made, n, sweep.span, sweep.splits, form.sign)
+        launch(adjoint_kernel, cut, *given, *made, n, sweep.span, sweep.splits, rows, form.sign)
     return dscores, dgate, dtheta, dbias
 
 

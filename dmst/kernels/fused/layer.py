@@ -147,9 +147,9 @@ def backward(
 
     weighted = _keeps_weighted(z, form, dtype)
     tied = wanted.subspace and weights.out is None
-    dweight_out = None
+    dweight_out = part = None
     if weighted and b <= plan.UNFOLDED and (wanted.out or tied):
-        dweight_out = calls.unfold(dout.mT @ kept.projected, kept, form)
+        dweight_out, part = calls.unfold(dout.mT @ kept.projected, weight_out, kept, form)
     elif wanted.out or tied:
         dweight_out = tokens_out.mT @ calls.update(kept, weights, form, sweep, weighted=weighted).flatten(0, 1)
     if wanted.out:
@@ -158,7 +158,7 @@ def backward(
         parts["out_bias"] = calls.column_sums(tokens_out)
 
     flow = tokens_out @ weight_out  # G, then dS in its place
-    dscores, dgate, dtheta, dbias = calls.adjoint(flow, kept, weights, form, sweep, bool(wanted.subspace_bias), weighted)
+    dscores, dgate, dtheta, dbias = calls.adjoint(flow, kept, weights, form, sweep, bool(wanted.subspace_bias), weighted, part)
     if form.membership == "energy":
         dscores = MEMBERSHIP["softmax"].pullback(dscores.mT, None, kept.membership.mT, form).mT.contiguous()
         dtemperature, dbias = calls.energy_adjoint(flow, dscores, kept, weights, form, sweep, bool(wanted.subspace_bias))
