@@ -25,7 +25,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = ("_fused", "_gluon", "", "_models", "_training", "_active", "_step", "_tape")
-FILES = (*(f"tests/test_device{which}.py" for which in DEVICE), "tests/test_pending.py")
+FILES = (*(f"tests/test_device{which}.py" for which in DEVICE), "tests/test_pending.py", "tests/test_activation.py")
 PYTEST = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "-q", "--tb=short"]
 PYTEST += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
 WATCHED = [*PYTEST, "-p", "tests.verdicts"]
@@ -34,8 +34,8 @@ WATCHED = [*PYTEST, "-p", "tests.verdicts"]
 def collect(files: list[str], root: Path) -> list[str]:
     run = subprocess.run([*PYTEST, "--collect-only", *files], capture_output=True, text=True, cwd=root)
     found = [line for line in run.stdout.splitlines() if "::" in line]
-    if not found:
-        raise SystemExit(f"no test was found:\n{run.stdout}{run.stderr}")
+    if not found or run.returncode:  # a file that cannot be imported would be missing in silence
+        raise SystemExit(f"no test was found, or not all of them:\n{run.stdout}{run.stderr}")
     return found
 
 
@@ -54,10 +54,12 @@ def run(tests: list[str], root: Path, processes: int, end: float) -> tuple[dict[
                 with (folder / f"{i}.log").open("w") as log:
                     command = [*WATCHED, *tests[first:], *tests[:first]]
                     running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=root, env=environment))
+            signal.signal(signal.SIGTERM, stop)  # `timeout` says so before it kills
             for process in running:
                 process.wait(max(end - time.monotonic(), 0.1))
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             pass
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for process in running:
             process.kill()
             process.wait()
@@ -84,7 +86,6 @@ def main() -> int:
     parse.add_argument("--out", type=Path)
     ask = parse.parse_args()
     begun, tests = time.monotonic(), collect(ask.files, ask.root)
-    signal.signal(signal.SIGTERM, stop)  # `timeout` says so first
     verdicts, seconds_of, wrong = run(tests, ask.root, ask.processes, begun + ask.seconds)
     counts = collections.Counter(verdicts.values())
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"

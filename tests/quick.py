@@ -2,7 +2,7 @@
 
 The interpreter is Python around numpy, and most of its time goes into the types of what it holds. What follows from a type
 alone is kept here, and what nobody reads is left out: sums of integers are made a second time in 64 bits, for an assertion that
-is not there unless `debug` is on. tests/test_fused.py compares with the interpreter as it is.
+is not there unless `debug` is on. tests/test_quick.py compares with the interpreter as it is.
 """
 
 from __future__ import annotations

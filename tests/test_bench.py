@@ -540,8 +540,11 @@ def test_eager_times_each_call_and_waits_for_it(paper: Paper) -> None:
     assert (timed.median, timed.spread) == (2.0, 0.0)
 
 
-def test_queued_calls_are_not_waited_for(paper: Paper) -> None:
+def test_queued_calls_are_not_waited_for(paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: paper.diary.append(("synchronized", 0)))
     timed = timing.queued(paper.step)
+    names, count = [what for what, _ in paper.diary], timing.GROUPS * timing.CALLS
+    assert names[-count - 1 :] == ["called"] * count + ["synchronized"]
     assert timed.times == [2.0] * timing.GROUPS  # of one call
     turns = [turn for what, turn in paper.diary if what == "called"][timing.WARM :]
     assert len(turns) == timing.GROUPS * timing.CALLS

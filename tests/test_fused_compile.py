@@ -50,7 +50,8 @@ NORM_BACK = dict(TOKENS=1, CHANNELS=128, LOW=True)
 NORM = dict(D=384, K=8, TOKENS=4, CHANNELS=128, Z=3, PENDING=1, ADD=True, ASSIGN=3, ROTARY=True, LEVEL=True, SCORES=True,
             BIAS=False, SIGMOID=True, SUMS=True)
 CASES = {
-    "active": [(short.short_kernel, dict(SHORT, MODE=m, BIAS_IN=b, BIAS_OUT=b)) for m, b in ((0, True), (2, False))]
+    "active": [(short.short_kernel, dict(SHORT, MODE=m, BIAS_IN=b, BIAS_OUT=b, TOKENS=t))
+               for m, b, t in ((0, True, 256), (2, False, 128))]
     + [(active.gate_active_kernel, dict(K=8, ALL=8, GATE=1, ACTIVE=2, ROWS=1024)),
                (active.project_active_kernel, FIRST),
                (active.project_active_kernel, dict(FIRST, WEIGHTED=False, BIAS=False, D=100, K=25, P=4, RUN=4, SLOTS=25)),
@@ -62,7 +63,8 @@ CASES = {
         dict(PRODUCT, D=256, COLUMNS=128, P=64, MOMENTS=True))]
     + [(resident.settle_kernel, c) for c in (SETTLE, dict(SETTLE, MODE=2, UNIFORM=True, GATED=False, DELTA=False))]
     + [(resident.pull_kernel, c) for c in (PULL, dict(PULL, MODE=2, SIGMOID=False, BIAS=False))],
-    "onto": [(hopper.hopper_kernel, dict(ONTO, BY_SAMPLE=by_sample, wide=wide, **keep))
+    # by sample and without factors it takes no more memory: of half as many pieces
+    "onto": [(hopper.hopper_kernel, dict(ONTO, D=192 if by_sample or keep else 384, BY_SAMPLE=by_sample, wide=wide, **keep))
              for by_sample in (False, True) for wide in (False, True) for keep in ({}, dict(keep_ptr=None, n=1))],
     "score": [(score.score_kernel, c) for c in (
         SCORE, dict(SCORE, K=3, BIAS=True, ASSIGN=0, Z=2), dict(SCORE, Z=0, ROTARY=False, SIGMOID=False),
@@ -80,17 +82,18 @@ CASES = {
         BACK, dict(BACK, ASSIGN=0, ROTARY=False, GATED=False), dict(BACK, ASSIGN=3, LEVEL=False, K=12))]
     + [(score_adjoint.into_assign_kernel, c) for c in (
         ASSIGN, dict(ASSIGN, Z=0, ROTARY=False, GATED=False), dict(ASSIGN, Z=3, LEVEL=False, K=12))]
-    + [(score_adjoint.gate_adjoint_kernel, dict(K=8, ALL=8, GATE=gate, ACTIVE=2 * (gate == 1))) for gate in (1, 2, 3, 4, 5)],
+    + [(score_adjoint.gate_adjoint_kernel, dict(K=8, ALL=8, GATE=gate, ACTIVE=2 * (gate == 1), **bias))
+       for gate, bias in ((1, {}), (2, dict(dbias_ptr=None)), (3, {}), (4, {}), (5, {}))],
     "by_position": [(by_position.rotated_kernel, dict(D=384, K=8, HEADS=8, PAIRS=64, ASSIGN=1)),
                     (by_position.position_score_kernel, dict(PLACE, BIAS=True, SIGMOID=True, SUMS=True, STAGES=3)),
                     (by_position.position_assign_kernel, dict(PLACE, GATED=True, STAGES=3))],
     "norm": [(norm.norm_score_kernel, c) for c in (
         NORM, dict(NORM, ADD=False, PENDING=0), dict(NORM, SCORES=False, SUMS=False, ROTARY=False, D=192, CHANNELS=64),
         dict(NORM, D=100, K=12, Z=0, ASSIGN=0, LEVEL=False, BIAS=True), dict(NORM, D=15, K=3, ROTARY=False, CHANNELS=16, Z=0,
-        ASSIGN=0, SIGMOID=False, SUMS=False), dict(NORM, D=1024, TOKENS=2, Z=1, ASSIGN=1))]
+        ASSIGN=0, SIGMOID=False, SUMS=False), dict(NORM, D=512, TOKENS=2, Z=1, ASSIGN=1))]
     + [(norm.norm_adjoint_kernel, dict(NORM_BACK, D=d, K=k, ASSIGN=a, ROTARY=r, SCORES=a != 9, GATED=r, WEIGHTS=w))
        for d, k, a, r, w in (
-           (384, 8, 3, True, True), (100, 3, 0, False, False), (1024, 12, 1, True, True), (384, 8, 9, False, True))]
+           (384, 8, 3, True, True), (100, 3, 0, False, False), (512, 12, 1, True, True), (384, 8, 9, False, True))]
     + [(rows.scale_kernel, dict(D=384, WIDTH=512, BIAS=True)), (rows.scale_kernel, dict(D=100, WIDTH=128, BIAS=False)),
        (rows.unscale_kernel, dict(D=384, WIDTH=512, WEIGHT=True, BIAS=True)),
        (rows.unscale_kernel, dict(D=384, WIDTH=512, WEIGHT=False, BIAS=True))],
@@ -98,11 +101,12 @@ CASES = {
         neighbours.local_kernel, neighbours.local_adjoint_kernel, neighbours.local_spread_kernel)],
     "rest": [(update.update_kernel, UPDATE), (update.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
              (update.update_kernel, dict(UPDATE, WEIGHTED=True)), (update.unfold_kernel, UNFOLD),
-             (update.unfold_kernel, dict(UNFOLD, GATED=False, MODE=1, SUM=False)),
+             (update.unfold_kernel, dict(UNFOLD, GATED=False, MODE=1, SUM=False, part_ptr=None)),
              (energy.energy_kernel, ENERGY), (energy.energy_kernel, dict(ENERGY, NORMALIZE=False, SCORED=False)),
              (energy.energy_adjoint_kernel, dict(BLOCK, NORMALIZE=True, BIAS=True, STAGES=2)),
-             (columns.columns_kernel, dict(D=384, ROWS=32, COLUMNS=128, STAGES=3)),
-             *((columns.totals_kernel, dict(COUNT=c, ROWS=512, COLUMNS=8)) for c in (1, 2, 5)),
+             (columns.columns_kernel, dict(D=384, ROWS=64, COLUMNS=128, STAGES=3)),
+             (columns.columns_kernel, dict(D=8, ROWS=512, COLUMNS=8, STAGES=3)),
+             *((columns.totals_kernel, dict(COUNT=c, ROWS=512, COLUMNS=8)) for c in (1, 2, 6)),
              *((casts.casts_kernel, dict(COUNT=c, BLOCK=2048)) for c in (2, 4))],
 }
 LOW = {"rotated_ptr", "z_ptr", "s_ptr", "x_ptr", "assign_ptr", "grad_ptr", "ds_ptr", "update_ptr", "product_ptr", "dz_ptr",

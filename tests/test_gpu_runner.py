@@ -20,8 +20,8 @@ def test_c():
 """
 
 
-def command(folder: Path, processes: int, seconds: int) -> list[str]:
-    (folder / "test_three.py").write_text(THREE)
+def command(folder: Path, processes: int, seconds: int, tests: str = THREE) -> list[str]:
+    (folder / "test_three.py").write_text(tests)
     asked = ["test_three.py", "--root", str(folder), "--processes", str(processes), "--seconds", str(seconds)]
     return [sys.executable, str(ROOT / "tests/gpu.py"), *asked, "--commit", "abc", "--out", str(folder / "out.txt")]
 
@@ -46,3 +46,18 @@ def test_it_tells_what_it_knows_when_it_must_end(tmp_path: Path) -> None:
     run.send_signal(signal.SIGTERM)
     assert run.wait(30) == 1
     assert "1 passed, 1 failed, 1 no verdict" in (tmp_path / "out.txt").read_text()
+
+
+def test_a_lost_device_takes_no_more_tests(tmp_path: Path) -> None:
+    lost = "def test_a(): raise RuntimeError('CUDA error: an illegal memory access')\ndef test_b(): pass\n"
+    run = subprocess.run(command(tmp_path, 1, 60, lost), capture_output=True, text=True, timeout=110)
+    assert run.returncode == 1
+    assert "1 failed, 1 no verdict" in (tmp_path / "out.txt").read_text()
+
+
+def test_a_file_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
+    asked = command(tmp_path, 1, 60, "def test_a(): pass\n")
+    (tmp_path / "test_broken.py").write_text("import nosuchmodule\n")
+    run = subprocess.run([*asked[:3], "test_broken.py", *asked[3:]], capture_output=True, text=True, timeout=110)
+    assert run.returncode == 1
+    assert "nosuchmodule" in run.stderr

@@ -1,6 +1,7 @@
 """What each test came to, as it comes, for tests/gpu.py: a process may be cut short. No torch: it is in every process.
 
-Several processes share one list: each takes the next test that nobody has taken, and so begins with what it likes.
+Several processes share one list: each takes the next test that nobody has taken, and so begins with what it likes. One whose
+CUDA context is lost takes no more of them: they would all fail.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from _pytest.runner import runtestprotocol
 
+LOST = ("CUDA error", "device-side assert", "illegal memory access")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool:
@@ -21,7 +24,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool:
     except FileExistsError:
         return True  # another process has it
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    runtestprotocol(item, nextitem=None)  # which of the rest is next is not known
+    reports = runtestprotocol(item, nextitem=None)  # which of the rest is next is not known
+    if any(report.failed and any(words in str(report.longrepr) for words in LOST) for report in reports):
+        item.session.shouldstop = "the CUDA context is lost"
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 

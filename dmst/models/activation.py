@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmst import watched
+
 C = 0.2316418882
 B = (0.127414796, -0.142248368, 0.7107068705, -0.7265760135, 0.5307027145)
 PEAK = 0.3989422804014327  # phi(0) = 1 / sqrt(2 pi)
@@ -31,10 +33,14 @@ class Gelu(nn.GELU):
 
 
 def _waits(x: Tensor) -> bool:
-    """Whether erf is what a pass waits for, and nobody reads the graph."""
-    if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+    """Whether erf is what a pass waits for, and nobody reads the graph or looks through the function (per-sample gradients)."""
+    if not torch.compiler.is_dynamo_compiling() or watched.exported() or watched.transformed():
         return False
-    return x.is_cuda and x.dtype == torch.bfloat16
+    return x.dtype == torch.bfloat16 and _on_gpu(x)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 class _Short(torch.autograd.Function):

@@ -42,8 +42,12 @@ class Block(nn.Module):
     def forward(self, z: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         return self.feedforward(self.attend(z, grid), grid)
 
-    def attend(self, z: Tensor, grid: tuple[int, int] | None = None, normed: Tensor | None = None) -> Tensor:
-        """The first line. `normed` is norm z, where that is at hand."""
+    def attend(self, z: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """The first line."""
+        return self._attend(z, grid, None)
+
+    def _attend(self, z: Tensor, grid: tuple[int, int] | None, normed: Tensor | None) -> Tensor:
+        """The same, with norm z where that is at hand."""
         parts = (self.norm, self.operator, self.residual)
         if in_one.serves(*parts, z):
             return in_one.step(*parts, z, grid)
@@ -54,7 +58,7 @@ class Block(nn.Module):
         feedforward = self.feedforward
         if type(self) is not Block or not isinstance(feedforward, MlpStep) or type(feedforward) not in (MlpStep, LocalStep):
             return False
-        missed = watched.hooked(self) or watched.hooked(feedforward) or "attend" in vars(self)
+        missed = watched.hooked(self) or watched.hooked(feedforward) or "attend" in vars(self) or "trace" in vars(self)
         return not missed and feedforward.scales_weight(z) and in_one.serves(self.norm, self.operator, self.residual, z)
 
     def carry(self, z: Tensor, pending: Tensor | None, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
@@ -65,7 +69,8 @@ class Block(nn.Module):
     def trace(self, z: Tensor, grid: tuple[int, int] | None = None) -> LayerTrace:
         """The same two lines, with what the operator computed beside them."""
         normed = self.norm(z)
-        after_operator = self.attend(z, grid, normed)
+        usual = type(self).attend is Block.attend and "attend" not in vars(self)
+        after_operator = self._attend(z, grid, normed) if usual else self.attend(z, grid)
         parts = self.operator.decompose(normed, grid=grid)
         return LayerTrace(z, normed, parts, after_operator, self.feedforward(after_operator, grid))
 
