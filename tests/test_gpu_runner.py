@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -61,3 +62,12 @@ def test_a_file_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
     run = subprocess.run([*asked[:3], "test_broken.py", *asked[3:]], capture_output=True, text=True, timeout=110)
     assert run.returncode == 1
     assert "nosuchmodule" in run.stderr
+
+
+def test_the_script_of_everything() -> None:
+    """It can be read, and what it calls is there."""
+    script = ROOT / "benchmarks/everything.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
+    called = set(re.findall(r"python3 ((?:benchmarks|tests)/\w+\.py)", script.read_text()))
+    assert len(called) >= 6
+    assert all((ROOT / name).exists() for name in called)
