@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+
+from tests.untraced import count_once, load_others, untraced  # isort: split
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # children that wait for each other's cores took ten times as long
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+load_others()
 settings.register_profile("dmst", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("dmst")
 
@@ -42,9 +42,11 @@ UNTRACED = (
     "test_model_files.py::test_any_header", "test_gate_positions.py::test_gradients",
     "test_reproduce.py::test_a_compiled", "test_reproduce.py::test_a_cell_is_compiled", "test_orthonormal.py::test_a_matrix",
     "test_timm.py::test_files", "test_timm.py::test_forward", "test_timm.py::test_default", "test_precision.py::",
-    "test_counts.py::test_operators_on_one_skeleton", "test_activation.py::test_a_compiled", "test_activation.py::test_compiled",
+    "test_counts.py::test_operators_on_one_skeleton", "test_activation.py::test_a_compiled",
+    "test_activation.py::test_compiled",
     "test_activation.py::test_exported", "test_pending.py::test_compiled",
-    "test_fused_registration.py::test_a_compiled", "test_fused_registration.py::test_export", "test_fused_registration.py::test_ddp",
+    "test_fused_registration.py::test_a_compiled", "test_fused_registration.py::test_export",
+    "test_fused_registration.py::test_ddp",
 )  # fmt: skip
 TRACED = (
     "test_fused_active.py::test_any_set",
@@ -59,23 +61,11 @@ TRACED = (
     "test_fused_step.py::test_the_operators",
 )
 
-
-@contextmanager
-def untraced() -> Iterator[None]:
-    """Not `no_cover` of pytest-cov: in a process of xdist it stops one of two tracers."""
-    tracer = sys.gettrace()
-    if not counts(tracer):
-        yield
-        return
-    sys.settrace(None)
-    try:
-        yield
-    finally:
-        sys.settrace(tracer)
-
-
-def counts(tracer: Any) -> bool:
-    return type(tracer).__module__.partition(".")[0] == "coverage"
+LONGEST = (
+    "test_traced", "test_models", "test_explorer_page", "test_fused_compile", "test_tape", "test_fused", "test_fused_step",
+    "test_docs", "test_explorer_server", "test_fused_registration", "test_gpu_runner", "test_pending", "test_quick",
+    "test_activation", "test_train_kills", "test_checkpoint_kills", "test_distributed", "test_train", "test_timm",
+)  # fmt: skip
 
 
 @pytest.hookimpl(wrapper=True)
@@ -88,25 +78,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-def count_once(patch: pytest.MonkeyPatch) -> None:
-    """The lines of a kernel follow from its constants and the types of its arguments: a launch is traced the first time."""
-    try:
-        from triton.runtime.interpreter import GridExecutor
-    except ImportError:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that no process waits for another one's last file; tests/gpu.py has an order of its own."""
+    if "DMST_VERDICTS" in os.environ:
         return
-    launch, seen = GridExecutor.__call__, set()
-
-    def call(self: Any, *args: Any, **constants: Any) -> Any:
-        if not counts(sys.gettrace()):
-            return launch(self, *args, **constants)
-        kind = self.fn, *(str(getattr(x, "dtype", x is None)) for x in args), *sorted(map(str, constants.items()))
-        if kind not in seen:
-            seen.add(kind)
-            return launch(self, *args, **constants)
-        with untraced():
-            return launch(self, *args, **constants)
-
-    patch.setattr(GridExecutor, "__call__", call)
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 def pytest_collection_finish() -> None:

@@ -17,6 +17,7 @@ from dmst.bench import tables
 from dmst.models import create_model, model_config, shipped
 from dmst.models.zoo import LAYERS, SIZES, SMALL
 from dmst.operators import OPERATORS
+from tests import forked
 from tests.cases import VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +45,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("code", SNIPPETS)
 def test_snippets_run(code: str) -> None:
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    run = forked.python("-c", code, root=ROOT, strict=True)
     assert run.returncode == 0, run.stderr
 
 
@@ -52,7 +53,7 @@ def test_snippets_run(code: str) -> None:
 def test_commands_run(line: str) -> None:
     program, *arguments = shlex.split(line)
     assert program == "dmst"
-    run = subprocess.run([sys.executable, "-m", "dmst", *arguments], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    run = forked.python("-m", "dmst", *arguments, root=ROOT)
     assert run.returncode == 0, run.stderr
 
 

@@ -698,7 +698,7 @@ def resident() -> int:
 
 
 def test_32_clients_get_what_one_gets(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks with and without forced gates, rates, pictures, state, uploads; few answers are kept. 20 requests each, and 50 of
+    """Looks with and without forced gates, rates, pictures, state, uploads; few answers are kept. 50 requests each, and of
     eight more, after which there is no more memory held than before."""
     monkeypatch.setattr(sessions, "KEPT", 4)
     gates: list[dict[str, Any]] = [{}, {"0": {"1": 0.0}}, {"2": {"0": 0.5, "3": 0.0}}, {"3": {"2": 0.25}}]
@@ -726,7 +726,7 @@ def test_32_clients_get_what_one_gets(server: Server, monkeypatch: pytest.Monkey
         for i, (status, body) in answers:
             assert status == 200 if i < 0 else (status, body) == alone[i]
 
-    everybody(32, 20)
+    everybody(32, 50)
     before = resident()
     everybody(8, 50)
     assert resident() - before < 20 * 2**20

@@ -90,10 +90,10 @@ CASES = {
     "norm": [(norm.norm_score_kernel, c) for c in (
         NORM, dict(NORM, ADD=False, PENDING=0), dict(NORM, SCORES=False, SUMS=False, ROTARY=False, D=192, CHANNELS=64),
         dict(NORM, D=100, K=12, Z=0, ASSIGN=0, LEVEL=False, BIAS=True), dict(NORM, D=15, K=3, ROTARY=False, CHANNELS=16, Z=0,
-        ASSIGN=0, SIGMOID=False, SUMS=False), dict(NORM, D=512, TOKENS=2, Z=1, ASSIGN=1))]
+        ASSIGN=0, SIGMOID=False, SUMS=False), dict(NORM, D=640, TOKENS=2, Z=1, ASSIGN=1))]
     + [(norm.norm_adjoint_kernel, dict(NORM_BACK, D=d, K=k, ASSIGN=a, ROTARY=r, SCORES=a != 9, GATED=r, WEIGHTS=w))
        for d, k, a, r, w in (
-           (384, 8, 3, True, True), (100, 3, 0, False, False), (512, 12, 1, True, True), (384, 8, 9, False, True))]
+           (384, 8, 3, True, True), (100, 3, 0, False, False), (640, 12, 1, True, True), (384, 8, 9, False, True))]
     + [(rows.scale_kernel, dict(D=384, WIDTH=512, BIAS=True)), (rows.scale_kernel, dict(D=100, WIDTH=128, BIAS=False)),
        (rows.unscale_kernel, dict(D=384, WIDTH=512, WEIGHT=True, BIAS=True)),
        (rows.unscale_kernel, dict(D=384, WIDTH=512, WEIGHT=False, BIAS=True))],

@@ -15,8 +15,8 @@ from dmst.operators import DMSA
 from tests.cases import GATES, MODES, VARIANTS, build, excite, gradients, label, relative, tokens
 
 F64 = torch.float64
-# Who traces meets a mode and a gate each by itself: all of both, and every mode with the gate that is the default. All pairs of
-# them are computed in tests/test_operator_contract.py.
+# The compiler, which takes a second or two a graph, meets a mode and a gate each by itself: all of both, every mode with the
+# gate that is the default. All pairs of them are exported here, and computed in tests/test_operator_contract.py.
 PAIRS = [
     (name, options)
     for name, options in VARIANTS
@@ -75,7 +75,7 @@ def test_inductor_once() -> None:
             assert relative(traced.get(name, traced.get(f"_orig_mod.{name}")), value) < 1e-5, name
 
 
-@variants
+@pytest.mark.parametrize("case", VARIANTS, ids=label)
 def test_exports_with_any_batch_and_length(case: tuple) -> None:
     operator = build(*case).eval()
     if "2d" in case[1].values():  # a grid is part of the program: fixed
