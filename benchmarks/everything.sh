@@ -7,9 +7,10 @@
 # What is there when the time is up is in OUT. `time` after `check` on the same machine finds its networks compiled; alone it takes
 # longer. The whole table of layers is `dmst bench operators`: here are the rows of its targets alone.
 set -uo pipefail
-stage=$1 out=$2
+case "${1:-}" in check | time) stage=$1 ;; *) echo "usage: $0 check|time OUT" >&2 && exit 2 ;; esac
+mkdir -p "${2:?usage: $0 check|time OUT}"
+out=$(cd "$2" && pwd)
 cd "$(dirname "$0")/.."
-mkdir -p "$out"
 export PYTHONPATH=. TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/dmst-compiled}"
 logs=$(mktemp -d)
 began=$SECONDS
