@@ -90,8 +90,8 @@ class Resident:
     @staticmethod
     def pull(
         grad: Tensor, projected: Tensor, membership: Tensor, second_moment: Tensor, gate: Tensor | None, divisor: Tensor,
-        theta: Tensor | None, *, mode: str, sign: float, uniform: bool, sigmoid: bool, wants_bias: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        theta: Tensor | None, *, mode: str, sign: float, uniform: bool, sigmoid: bool, wants_bias: bool, wants_update: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """By autograd, in float64, of the same update."""
         with torch.enable_grad():
             s = projected.detach().double().requires_grad_()
@@ -108,4 +108,31 @@ class Resident:
         dbias = ds.sum(1).unflatten(-1, (membership.shape[-1], -1)).unsqueeze(1).float() if wants_bias else None
         dpi = dpi * pi * (1 - pi) if sigmoid else dpi
         dtheta = None if t is None else found[id(t)].squeeze(-1).float()
-        return dpi.detach().float(), None if g is None else found[id(g)].float(), dtheta, dbias
+        made = update.detach().to(projected.dtype) if wants_update else None
+        return dpi.detach().float(), None if g is None else found[id(g)].float(), dtheta, dbias, made
+
+
+class Stream:
+    """`dmst.kernels.fused.stream` in plain torch, which holds A against what it must be."""
+
+    @staticmethod
+    def serves(*_: Any) -> bool:
+        return True
+
+    @staticmethod
+    def pull(
+        grad: Tensor, projected: Tensor, membership: Tensor, second_moment: Tensor, gate: Tensor | None, divisor: Tensor,
+        theta: Tensor | None, total: Tensor, cut: Any, *, weighted: bool, wants_bias: bool, **options: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        b, k, p = second_moment.shape
+        s = widened(projected).unflatten(-1, (k, p))
+        pi = membership[..., None]
+        s, early = (torch.where(pi > 0, s / pi, 0), s) if weighted else (s, pi * s)
+        assert total.shape == (b, k, p) and total.dtype == torch.float32
+        if options["mode"] != "proximal":
+            torch.testing.assert_close(total, (widened(grad).view_as(s) * early).sum(1), rtol=1e-3, atol=1e-4)
+        kept = (s.flatten(2), membership, second_moment, gate, divisor, theta)
+        *found, dbias, _ = Resident.pull(grad, *kept, wants_bias=wants_bias, wants_update=False, **options)
+        if dbias is not None:
+            dbias = torch.cat([dbias, torch.zeros(b, cut.splits - 1, k, p)], 1)
+        return *found, dbias  # type: ignore[return-value]

@@ -30,7 +30,7 @@ from tests.test_precision import BARS
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
 
 from dmst.kernels import registered
-from dmst.kernels.fused import layer
+from dmst.kernels.fused import calls, layer
 from tests import test_fused as shared
 from tests.test_fused import BF16, F16, F32, LOW, Layer, Net, check, differentiate, draw, fused
 
@@ -129,10 +129,13 @@ def test_parity_of_large_batches(case: tuple, busy: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("case", [*LOW[:3], ("dmsa", {"membership_bias": True, "max_active_heads": 2})], ids=label)
-@pytest.mark.parametrize("one_sweep", [False, True])
-def test_parity_of_long_samples(case: tuple, one_sweep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper pi s is kept, with an output weight a sample; elsewhere, and in the proximal form, s as at other lengths."""
-    monkeypatch.setattr(plan, "ONE_SWEEP", one_sweep)
+@pytest.mark.parametrize("streams", [False, True])
+def test_parity_of_long_samples(case: tuple, streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper pi s is kept, with an output weight a sample; elsewhere, and in the proximal form, s as at other lengths.
+    Both kernels of the adjoint's second sweep.
+    """
+    if not streams:
+        monkeypatch.setattr(calls.stream, "serves", lambda *_: False)
     for shape in ((2, 768, 384, 8), (70, 128, 64, 4)):
         made = there(case, shape, BF16)
         mine = stored(made, BF16)

@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
 
 from dmst.kernels import plan
-from dmst.kernels.fused import hopper, resident
+from dmst.kernels.fused import hopper, resident, stream
 from tests.cases import relative
 from tests.standins import Products, Resident
 
@@ -50,7 +50,7 @@ def repeats(call: Callable[[], Any]) -> None:
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernels are given to write to is NaN."""
-    for module in (hopper, resident):
+    for module in (hopper, resident, stream):
         monkeypatch.setattr(module, "torch", _Poisoned())
 
 
@@ -198,16 +198,58 @@ def test_pull(d: int, k: int, options: dict) -> None:
         grad = drawn(7, n, d, dtype=dtype)
         _, moment, divisor = Resident.settle(s.double(), pi.double(), *_wide(gate, theta), delta=0.0, **options)
         rest = (moment.float(), gate, divisor.float(), theta)
-        asked = {"sigmoid": n % 2 == 0, "wants_bias": n % 3 == 0}
+        asked = {"sigmoid": n % 2 == 0, "wants_bias": n % 3 == 0, "wants_update": n % 3 != 1}
         mine, told = grad.clone(), grad.double()
         found = resident.pull(mine, s, pi, *rest, **options, **asked)
         right = Resident.pull(told, s.double(), pi.double(), *_wide(*rest), **options, **asked)
         near(mine, told, BAR[dtype])
-        for name, value, exact in zip(("dscores", "dgate", "dtheta", "dbias"), found, right, strict=True):
+        for name, value, exact in zip(("dscores", "dgate", "dtheta", "dbias", "update"), found, right, strict=True):
             assert (value is None) == (exact is None), name
             if value is not None:
-                near(value, exact.double(), 2e-5 if name != "dbias" else 4e-3)
+                near(value, exact.double(), {"dbias": 4e-3, "update": BAR[dtype]}.get(name, 2e-5))
     repeats(lambda: (lambda flow: (*resident.pull(flow, s, pi, *rest, **options, **asked), flow))(grad.clone()))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["mode"])
+@pytest.mark.parametrize(("d", "k"), SIZES, ids=str)
+def test_stream(d: int, k: int, options: dict, weighted: bool) -> None:
+    """Samples in pieces of any length, whose last is not whole; memberships of 0 among them."""
+    if weighted and (options["mode"] == "proximal" or options["uniform"]):
+        options = {"mode": "listing", "sign": 1.0, "uniform": False}
+    gated, dtype = d != 512, F16 if d == 64 else BF16
+    if not stream.serves(d // k, dtype, torch.device("cuda")):
+        pytest.skip("this Triton has no Gluon that was read")
+    for n, span in ((1, 64), (131, 64), (1000, 176), (300, 300)):
+        s, pi, gate, theta = a_sample(3, n, d, k, dtype, options["mode"], gated)
+        pi[:, ::7] = 0
+        grad = drawn(3, n, d, dtype=dtype)
+        kept = (pi.unsqueeze(-1) * s.unflatten(-1, (k, -1)).float()).flatten(2).to(dtype) if weighted else s
+        cut = plan.sweep(3, n, k, d // k)._replace(splits=plan.over(n, span), span=span)
+        asked = {"sigmoid": weighted or n % 2 == 0, "wants_bias": n != 131}
+        bare = torch.where(pi > 0, 1 / pi, 0).double().unsqueeze(-1) if weighted else 1
+        exact_s = (kept.double().unflatten(-1, (k, -1)) * bare).flatten(2)
+        _, moment, divisor = Resident.settle(exact_s, pi.double(), *_wide(gate, theta), delta=1e-8, **options)
+        rest = (moment.float(), gate, divisor.float(), theta)
+        told = grad.double()
+        total = (grad.double() * exact_s).unflatten(-1, (k, -1))
+        if options["mode"] == "proximal":
+            g = 1 if gate is None else gate.double()[:, None, :, None]
+            w = pi.double().unsqueeze(-1) * (theta.double() * g**2 / (1 + g**2 * moment[:, None]))
+            total = total / (1 + w).square()
+        total = (pi.double().unsqueeze(-1) * total).sum(1).float()
+        mine = grad.clone()
+        found = stream.pull(mine, kept, pi, *rest, total, cut, weighted=weighted, **options, **asked)
+        wide = (exact_s, pi.double(), *_wide(*rest))
+        right = Resident.pull(told, *wide, wants_update=False, **options, **asked)
+        near(mine, told, BAR[dtype])
+        for name, value, exact in zip(("dscores", "dgate", "dtheta", "dbias"), found, right[:4], strict=True):
+            assert (value is None) == (exact is None), name
+            if value is not None:
+                value = value.sum(1, keepdim=True) if name == "dbias" else value
+                near(value, exact.double(), 4e-3 if name == "dbias" else 2e-5)
+    again = (kept, pi, *rest, total, cut)
+    repeats(lambda: (lambda flow: (*stream.pull(flow, *again, weighted=weighted, **options, **asked), flow))(grad.clone()))
 
 
 def _wide(*values: Tensor | None) -> list[Tensor | None]:

@@ -31,7 +31,7 @@ from dmst.kernels import Form, Weights, choice, plan, reference
 from dmst.operators import DMSA, create
 from tests.cases import FAMILY, build, excite, gradients, grid_of, label, relative
 from tests.quick import quicken  # noqa: F401 (soak/areas/kernels.py has it from here)
-from tests.standins import Products, Resident
+from tests.standins import Products, Resident, Stream
 from tests.test_precision import BARS, PRECISE, excess, rounded
 
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
@@ -382,13 +382,14 @@ WEIGHTED = [("dmsa", {"membership_bias": True}), ("dmsa", {"mode": "equation", "
 WEIGHTED += [("dmsa", {"max_active_heads": 2}), LOW[2], LOW[3], LOW[4], LOW[5]]  # the last four keep s itself
 
 
-@pytest.mark.parametrize(("unfolded", "one_sweep"), [(0, False), (64, False), (64, True)])
+@pytest.mark.parametrize(("unfolded", "streams"), [(0, False), (64, False), (64, True)])
 @pytest.mark.parametrize("case", WEIGHTED, ids=label)
-def test_what_the_first_product_weighs(case: tuple, unfolded: int, one_sweep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_first_product_weighs(case: tuple, unfolded: int, streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of long samples on Hopper, whose two products are plain torch here: pi s is kept in place of s."""
     weigh_early(monkeypatch)
     monkeypatch.setattr(plan, "UNFOLDED", unfolded)
-    monkeypatch.setattr(plan, "ONE_SWEEP", one_sweep)
+    if streams:
+        monkeypatch.setattr(calls, "stream", Stream)
     made = draw(case, (3, 22, 24, 3)).map(guarded)
     poison(monkeypatch)
     found, kept = keep(functools.partial(fused, made), monkeypatch)
@@ -406,7 +407,6 @@ def test_what_the_first_product_weighs(case: tuple, unfolded: int, one_sweep: bo
 @pytest.mark.parametrize("case", [("dmsa", {"membership_bias": True}), LOW[3]], ids=label)
 def test_layouts_of_the_weights_on_their_way_to_hopper(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     weigh_early(monkeypatch)
-    monkeypatch.setattr(plan, "ONE_SWEEP", True)
     check_weights(draw(case, SMALL, F32, excited=True), F32)
 
 
@@ -434,6 +434,17 @@ def test_samples_that_wait_in_shared_memory(case: tuple, monkeypatch: pytest.Mon
     check(fused(made), made)
     excited = draw(case, (3, 22, 24, 3), excited=True)
     check(fused(excited), excited, like_plain=True)
+
+
+@pytest.mark.parametrize("case", [*LOW, ("tssa", {"position_scores": "1d"})], ids=label)
+def test_samples_that_are_streamed(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second sweep over split samples, whose kernel in Gluon is plain torch here; the first is ours."""
+    monkeypatch.setattr(calls, "stream", Stream)
+    monkeypatch.setattr(plan, "PROGRAMS", 10**6)
+    made = draw(case, (3, 66, 24, 3)).map(guarded)
+    assert plan.sweep(3, 66, 3, 8).splits > 1
+    poison(monkeypatch)
+    check(fused(made), made)
 
 
 def test_the_plan_covers_every_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from dmst.kernels.fused import (
     active, adjoint, by_position, casts, columns, energy, hopper, moments, neighbours, norm, resident, rows, score,
-    score_adjoint, short, update,
+    score_adjoint, short, stream, update,
 )
 
 B, F, I, S = "*bf16", "*fp32", "i32", "fp32"
@@ -29,19 +29,22 @@ ALONG = dict(BLOCK, ALL=8, UNIFORM=False, NORMALIZE=False, FINISH=True, DELTA=Tr
 FOLD = dict(ALONG, FINISH=False, UPDATE=False, WEIGHTED=True)
 TURNED = dict(D=384, K=8, TOKENS=16, CHANNELS=32, ROTARY=True, LEVEL=True)
 SCORE = dict(TURNED, Z=1, ASSIGN=1, BIAS=False, SIGMOID=True, SUMS=True)
-FINISH = dict(D=384, K=8, P=48, WIDTH=64, ROWS=64, UNIFORM=False, DELTA=True, GATED=True, FOLD=True, MODE=0)
+FINISH = dict(D=384, K=8, P=48, WIDTH=64, PARTS=256, ROWS=64, SPAN=384, UNIFORM=False, DELTA=True, GATED=True, FOLD=True,
+              MODE=0)
 ADJOINT = dict(BLOCK, MODE=0, GATED=True, UNIFORM=False, SIGMOID=True, WEIGHTED=False, SUM=True, PULL=True,
                BIAS=True, STAGES=2)
 BACK, ASSIGN = dict(TURNED, ASSIGN=1, GATED=True), dict(TURNED, Z=1, GATED=True)
 PLACE = dict(D=384, K=8, HEADS=8, SAMPLES=32, CHANNELS=64)
 UPDATE = dict(BLOCK, MODE=0, GATED=True, WEIGHTED=False, STAGES=2)
-UNFOLD = dict(D=384, K=8, P=48, WIDTH=64, ROWS=8, MODE=0, GATED=True, SUM=True)
+UNFOLD = dict(D=384, K=8, P=48, WIDTH=64, ROWS=8, SAMPLES=4, MODE=0, GATED=True, STAGES=3)
+STREAM = dict(K=8, P=48, HEADS=4, WIDTH=64, TILES=4, WARPS=4, MODE=0, GATED=True, UNIFORM=False, SIGMOID=True, WEIGHTED=True,
+              BIAS=True)
 ENERGY = dict(BLOCK, HEADS=8, NORMALIZE=True, SCORED=True)
 ONTO = dict(D=384, COLUMNS=192, P=48, BIAS=True, MOMENTS=False, BY_SAMPLE=False)
 PRODUCT = dict(ONTO, residual=None, keep_ptr=None, n=1)
 SETTLE = dict(K=8, P=48, COLUMNS=64, TILES=13, FULL=10, WARPS=4, MODE=0, GATED=True, UNIFORM=False, DELTA=True)
 PULL = dict(K=8, P=48, HEADS=1, WIDTH=64, TILES=13, FULL=10, WARPS=4, MODE=0, GATED=True, UNIFORM=False,
-            SIGMOID=True, BIAS=True)
+            SIGMOID=True, BIAS=True, UPDATE=True)
 ACTIVE = dict(D=384, K=8, P=48, RUN=16, BLOCKS=3, TOKENS=64, COLUMNS=128, DEPTH=64, STAGES=3, BIAS=True)
 SHORT = dict(D=384, K=8, P=48, RUN=16, SLOTS=3, ALL=8, TOKENS=256, COLUMNS=64, DEPTH=32, OUT=128, STAGES=4, DELTA=True)
 FIRST, SECOND = dict(ACTIVE, SLOTS=4, WEIGHTED=True), dict(ACTIVE, SLOTS=3, WEIGHTED=True, FOLD=False, MODE=0, ALL=8)
@@ -62,7 +65,8 @@ CASES = {
         PRODUCT, dict(PRODUCT, MOMENTS=True), dict(PRODUCT, BY_SAMPLE=True),
         dict(PRODUCT, D=256, COLUMNS=128, P=64, MOMENTS=True))]
     + [(resident.settle_kernel, c) for c in (SETTLE, dict(SETTLE, MODE=2, UNIFORM=True, GATED=False, DELTA=False))]
-    + [(resident.pull_kernel, c) for c in (PULL, dict(PULL, MODE=2, SIGMOID=False, BIAS=False))],
+    + [(resident.pull_kernel, c) for c in (PULL, dict(PULL, MODE=2, SIGMOID=False, BIAS=False, UPDATE=False, update_ptr=None))]
+    + [(stream.stream_kernel, c) for c in (STREAM, dict(STREAM, WEIGHTED=False, MODE=2, SIGMOID=False, K=7))],
     # by sample and without factors it takes no more memory: of half as many pieces
     "onto": [(hopper.hopper_kernel, dict(ONTO, D=192 if by_sample or keep else 384, BY_SAMPLE=by_sample, wide=wide, **keep))
              for by_sample in (False, True) for wide in (False, True) for keep in ({}, dict(keep_ptr=None, n=1))],
@@ -101,7 +105,8 @@ CASES = {
         neighbours.local_kernel, neighbours.local_adjoint_kernel, neighbours.local_spread_kernel)],
     "rest": [(update.update_kernel, UPDATE), (update.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
              (update.update_kernel, dict(UPDATE, WEIGHTED=True)), (update.unfold_kernel, UNFOLD),
-             (update.unfold_kernel, dict(UNFOLD, GATED=False, MODE=1, SUM=False, part_ptr=None)),
+             (update.unfold_kernel, dict(UNFOLD, GATED=False, MODE=1, SAMPLES=1)),
+             (update.gather_kernel, dict(D=384, K=8, P=48, WIDTH=64, ROWS=512)),
              (energy.energy_kernel, ENERGY), (energy.energy_kernel, dict(ENERGY, NORMALIZE=False, SCORED=False)),
              (energy.energy_adjoint_kernel, dict(BLOCK, NORMALIZE=True, BIAS=True, STAGES=2)),
              (columns.columns_kernel, dict(D=384, ROWS=64, COLUMNS=128, STAGES=3)),
@@ -137,7 +142,7 @@ def kind(kernel, name, constants):
     if name == "active_ptr":
         return "*i32"
     if name in LOW or (name == "out_ptr" and kernel in (update.update_kernel, by_position.rotated_kernel)) or (
-        name == "weight_ptr" and kernel is moments.finish_kernel
+        name == "weight_ptr" and kernel in (moments.finish_kernel, update.gather_kernel)
     ) or (name in ("weight_ptr", "out_ptr", "bias_ptr") and kernel in LOW_PRODUCTS):
         return B
     return F if name.endswith("_ptr") or name.endswith(("_cos", "_sin")) else I

@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dmst import kernels, rotary, use_kernels
 from dmst.errors import DmstError
 from dmst.kernels import choice, plan
+from dmst.kernels.form import Form
 from tests.cases import build, gradients, grid_of, label, relative
 
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
@@ -164,6 +165,29 @@ def test_a_compiled_layer_follows_the_choice() -> None:
             with use_kernels(name):
                 torch.testing.assert_close(compiled(z), operator(z))
     assert ["dmst.attend" in graph for graph in graphs] == [False, True]
+
+
+@pytest.mark.parametrize("what", ["layer", "block"])
+def test_a_graph_without_gradients_keeps_nothing(what: str) -> None:
+    """What nobody will read is not handed out by the operator: allocations cost the host as much as kernels."""
+    from tests.test_fused_step import block_of
+
+    kept: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list) -> Any:
+        nodes = [node for node in graph.graph.nodes if "dmst" in str(node.target)]
+        (text,) = [arg for node in nodes for arg in node.args if isinstance(arg, str)]
+        kept.append(Form.read(text).save != "nothing")
+        return graph
+
+    module = build("dmsa", {}, dtype=F32) if what == "layer" else block_of()
+    z = torch.randn(2, 6, 24)
+    compiled = torch.compile(module.eval(), fullgraph=True, backend=backend)
+    with use_kernels("fused"):
+        with torch.no_grad():
+            assert torch.equal(compiled(z, grid=(2, 3)), module(z, grid=(2, 3)))
+        compiled(z, grid=(2, 3)).sum().backward()
+    assert kept == [False, True]
 
 
 # --- derivatives ------------------------------------------------------------------------------------------------------

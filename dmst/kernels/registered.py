@@ -58,7 +58,8 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
         factors = rotary.factors(form.rotary, d, n, grid, step=plan.STEP, device=z.device, dtype=torch.float32)
     if not watched.nobody() or not _PLAIN.issuperset(map(type, (z, *weights))):
         kernels.check(z, weights, form)
-        return torch.ops.dmst.attend(z, *weights, *_tables(factors), form.text, _step(factors), dtype)[0]
+        text = form.text if torch.is_grad_enabled() else form.lean  # what is kept costs the host as much as a kernel
+        return torch.ops.dmst.attend(z, *weights, *_tables(factors), text, _step(factors), dtype)[0]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
         return _Eager.apply(z, *weights, form, factors, dtype)
     return _run_forward(z, weights, form, factors, dtype, keeps=False)[0]

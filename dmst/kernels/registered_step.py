@@ -57,7 +57,8 @@ def residual_step(
     tensors = (z, *around, *weights)
     if not watched.nobody() or not registered._PLAIN.issuperset(map(type, tensors)):
         tables, length = registered._tables(factors), registered._step(factors)
-        return torch.ops.dmst.step(*tensors, *tables, eps, form.text, length, dtype)[0]
+        text = form.text if torch.is_grad_enabled() else form.lean
+        return torch.ops.dmst.step(*tensors, *tables, eps, text, length, dtype)[0]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _Eager.apply(*tensors, eps, form, factors, dtype)
     return _run_forward(z, around, eps, weights, form, factors, dtype, keeps=False)[0]

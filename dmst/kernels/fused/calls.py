@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from dmst import rotary
 from dmst.kernels import plan
 from dmst.kernels.form import MEMBERSHIP, Form, Weights
-from dmst.kernels.fused import hopper, resident
+from dmst.kernels.fused import hopper, resident, stream
 from dmst.kernels.fused.adjoint import adjoint_kernel
 from dmst.kernels.fused.by_position import position_assign_kernel, position_score_kernel, rotated_kernel
 from dmst.kernels.fused.columns import columns_kernel, totals_kernel
@@ -27,7 +27,7 @@ from dmst.kernels.fused.moments import finish_kernel, gate_kernel, moments_kerne
 from dmst.kernels.fused.score import GROUP, score_kernel
 from dmst.kernels.fused.score_adjoint import gate_adjoint_kernel, into_assign_kernel, into_tokens_kernel
 from dmst.kernels.fused.turn import words
-from dmst.kernels.fused.update import unfold_kernel, update_kernel
+from dmst.kernels.fused.update import gather_kernel, unfold_kernel, update_kernel
 from dmst.kernels.plan import over
 
 F32 = torch.float32
@@ -99,11 +99,12 @@ def _column_splits(rows: int) -> tuple[int, int]:
     return over(rows, span), span
 
 
-def add_up(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each a sum over its first axis, six at most by one launch; float32."""
+def add_up(parts: dict[str, Tensor], weights: Weights | None = None) -> dict[str, Tensor]:
+    """Each a sum over its first axis, six at most by one launch; in the dtypes of the weights, or in float32."""
     if not parts:
         return {}
-    made = {name: torch.empty(part.shape[1:], device=part.device, dtype=F32) for name, part in parts.items()}
+    dtypes = {name: F32 if weights is None else getattr(weights, name).dtype for name in parts}
+    made = {name: torch.empty(part.shape[1:], device=part.device, dtype=dtypes[name]) for name, part in parts.items()}
     count = len(parts)
     spare = (None,) * (6 - count), (0,) * (6 - count)
     rows, columns = [len(part) for part in parts.values()], [out.numel() for out in made.values()]
@@ -305,19 +306,21 @@ def finish(
 ) -> tuple[Tensor, Tensor]:
     b, splits, k, p = energy.shape
     moment, divisor = partial_sums((b,), k, p, energy.device)
-    cut = _plan_finish(form, b, p, gate is not None, folded is not None)
+    cut = _plan_finish(form, b, p, splits, gate is not None, folded is not None)
     rest = (n, splits, form.delta, form.sign, *weight.stride())
     launch(finish_kernel, cut, energy, mass, moment, divisor, gate, weight, folded, *rest)
     return moment, divisor
 
 
 @lru_cache(1024)
-def _plan_finish(form: Form, b: int, p: int, gated: bool, fold: bool) -> Cut:
-    k = form.num_heads
+def _plan_finish(form: Form, b: int, p: int, splits: int, gated: bool, fold: bool) -> Cut:
+    """Few samples: many programs for each head, which add up its partial sums once each."""
+    k, parts = form.num_heads, min(256, max(16, plan.power_of_two(splits)))
+    span = over(over(k * p, 64), min(over(k * p, 64), over(plan.PROGRAMS, b * k))) * 64
     return planned(
-        (b, k, over(k * p, 64) if fold else 1),
-        D=k * p, K=k, P=p, WIDTH=plan.power_of_two(p), ROWS=64, UNIFORM=form.uniform_moment, DELTA=bool(form.delta),
-        GATED=gated, FOLD=fold, MODE=MODES[form.mode], num_warps=8,
+        (b, k, over(k * p, span) if fold else 1),
+        D=k * p, K=k, P=p, WIDTH=plan.power_of_two(p), PARTS=parts, ROWS=64, SPAN=span, UNIFORM=form.uniform_moment,
+        DELTA=bool(form.delta), GATED=gated, FOLD=fold, MODE=MODES[form.mode], num_warps=8,
     )  # fmt: skip
 
 
@@ -341,52 +344,88 @@ def _plan_update(form: Form, b: int, d: int, sweep: plan.Sweep, gated: bool, wei
     )  # fmt: skip
 
 
-def unfold(product: Tensor, weight_out: Tensor, kept: Kept, form: Form) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the output weight from dout_b^T pi s (b, d, d), and partial rows of A (b, rows, k, p)."""
+def unfold(product: Tensor, kept: Kept, form: Form, dtype: torch.dtype) -> Tensor:
+    """The gradient of the output weight from dout_b^T pi s (b, d, d)."""
     b, d, _ = product.shape
-    k, out = form.num_heads, torch.empty(d, d, device=product.device, dtype=F32)
-    rows = over(d, 8)
-    part = torch.empty(b, rows, k, d // k, device=product.device, dtype=F32) if plan.ONE_SWEEP else None
-    cut = planned(
-        (rows, k),
-        D=d, K=k, P=d // k, WIDTH=plan.power_of_two(d // k), ROWS=8, MODE=MODES[form.mode], GATED=kept.gate is not None,
-        SUM=part is not None,
+    out = torch.empty(d, d, device=product.device, dtype=dtype)
+    cut = _plan_unfold(form, b, d, kept.gate is not None)
+    launch(unfold_kernel, cut, product, kept.second_moment, kept.gate, out, b, form.sign)
+    return out
+
+
+@lru_cache(1024)
+def _plan_unfold(form: Form, b: int, d: int, gated: bool) -> Cut:
+    k = form.num_heads
+    return planned(
+        (over(d, 8), k),
+        D=d, K=k, P=d // k, WIDTH=plan.power_of_two(d // k), ROWS=8, SAMPLES=min(4, plan.power_of_two(b)),
+        MODE=MODES[form.mode], GATED=gated, STAGES=3,
     )  # fmt: skip
-    strides = weight_out.stride()
-    launch(unfold_kernel, cut, product, kept.second_moment, kept.gate, weight_out, out, part, b, *strides, form.sign)
-    return out, part
+
+
+def gather(product: Tensor, weight_out: Tensor, form: Form) -> Tensor:
+    """A of the adjoint (b, k, p) from the same products: no sweep for it."""
+    (b, d, _), k = product.shape, form.num_heads
+    out = torch.empty(b, k, d // k, device=product.device, dtype=F32)
+    launch(gather_kernel, _plan_gather(b, d, k), product, weight_out, out, *weight_out.stride())
+    return out
+
+
+@lru_cache(1024)
+def _plan_gather(b: int, d: int, k: int) -> Cut:
+    """Every row at once, if so many fit: what a program waits for is the first of its loads."""
+    width = plan.power_of_two(d // k)
+    rows = max(16, min(plan.power_of_two(d), 32768 // width))
+    warps = max(1, min(16, rows * width // 2048))
+    return planned((b, k), D=d, K=k, P=d // k, WIDTH=width, ROWS=rows, num_warps=warps)
+
+
+def pulls(kept: Kept, form: Form, weighted: bool) -> bool:
+    """Whether a program holds all tokens of a sample and takes both sweeps of the adjoint from there, with the update."""
+    b, n, d = kept.projected.shape
+    k, p = form.num_heads, d // form.num_heads
+    flow = kept.projected
+    return not weighted and bool(plan.whole(b, n, k, p) and resident.fits_pull(n, d, p, flow.dtype, flow.device))
 
 
 def adjoint(
     flow: Tensor, kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, wants_bias: bool, weighted: bool,
-    part: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dS over G, and the gradients of scores (or membership), gate, theta (b, k), and of the bias (b, splits, k, p).
+    total: Tensor | None = None, wants_update: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dS over G, the gradients of scores (or membership), gate, theta (b, k), and of the bias (b, splits, k, p); the update.
 
-    `part`: rows whose sum is A, where these are known; then one sweep will do.
+    `total`: A (b, k, p), where it is known; then one sweep will do. The update is made where it `pulls`, if it is wanted.
     """
     b, n, d = kept.projected.shape
     k, p = form.num_heads, d // form.num_heads
     late = form.membership == "energy"  # there the bias is summed in the next pass
     sigmoid, wants_bias = form.membership == "sigmoid", wants_bias and not late
-    if not weighted and plan.whole(b, n, k, p) and resident.fits_pull(n, d, p, flow.dtype, flow.device):
-        moments = (kept.second_moment, kept.gate, kept.divisor, weights.theta)
-        options: dict[str, Any] = {"mode": form.mode, "sign": form.sign, "uniform": form.uniform_moment, "sigmoid": sigmoid}
-        return resident.pull(flow, kept.projected, kept.membership, *moments, wants_bias=wants_bias, **options)
+    given = (flow, kept.projected, kept.membership, kept.second_moment, kept.gate, kept.divisor, weights.theta)
+    options: dict[str, Any] = {"mode": form.mode, "sign": form.sign, "uniform": form.uniform_moment, "sigmoid": sigmoid}
+    if pulls(kept, form, weighted):
+        return resident.pull(*given, wants_bias=wants_bias, wants_update=wants_update, **options)
     new: dict[str, Any] = {"device": flow.device, "dtype": F32}
+    split = sweep.splits > 1 and total is None
+    part = torch.empty(b, sweep.splits, k, p, **new) if split else None
+    dscores = dgate = dtheta = dbias = None
+
+    def sweeps(total: Tensor | None, first: bool, second: bool) -> None:
+        rows = 0 if total is None else total.shape[1]
+        cut = _plan_adjoint(form, b, p, sweep, kept.gate is not None, weighted, (first, second), dbias is not None)
+        launch(adjoint_kernel, cut, *given, total, dscores, dgate, dtheta, dbias, n, sweep.span, sweep.splits, rows, form.sign)
+
+    if part is not None:
+        sweeps(part, True, False)
+    if stream.serves(p, flow.dtype, flow.device) and (part is not None or total is not None):
+        known = part.sum(1) if total is None else total  # type: ignore[union-attr]
+        return *stream.pull(*given, known, sweep, weighted=weighted, wants_bias=wants_bias, **options), None
     dscores = torch.empty(b, n, k, **new)
     dgate = torch.empty(b, k, **new) if kept.gate is not None else None
     dtheta = torch.empty(b, k, **new) if form.mode == "proximal" else None
-    phases = ((False, True),) if part is not None else ((True, True),) if sweep.splits == 1 else ((True, False), (False, True))
-    if len(phases) == 2:
-        part = torch.empty(b, sweep.splits, k, p, **new)
     dbias = torch.empty(b, sweep.splits, k, p, **new) if wants_bias else None
-    given = (flow, kept.projected, kept.membership, kept.second_moment, kept.gate, kept.divisor, weights.theta)
-    made, rows = (part, dscores, dgate, dtheta, dbias), 0 if part is None else part.shape[1]
-    for phase in phases:
-        cut = _plan_adjoint(form, b, p, sweep, kept.gate is not None, weighted, phase, dbias is not None)
-        launch(adjoint_kernel, cut, *given, *made, n, sweep.span, sweep.splits, rows, form.sign)
-    return dscores, dgate, dtheta, dbias
+    rows = part if total is None else total.unsqueeze(1)
+    sweeps(rows, rows is None, True)
+    return dscores, dgate, dtheta, dbias, None
 
 
 @lru_cache(1024)

@@ -35,7 +35,7 @@ def _total(part_ptr, out_ptr, rows, columns, block, ROWS: tl.constexpr, COLUMNS:
         row = first + tl.arange(0, ROWS)
         real = (row[:, None] < rows) & (column[None, :] < columns)
         total += tl.load(part_ptr + row[:, None].to(tl.int64) * columns + column[None, :], mask=real, other=0.0)
-    tl.store(out_ptr + column, tl.sum(total, 0), mask=column < columns)
+    tl.store(out_ptr + column, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
 @launched

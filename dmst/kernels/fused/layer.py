@@ -147,18 +147,27 @@ def backward(
 
     weighted = _keeps_weighted(z, form, dtype)
     tied = wanted.subspace and weights.out is None
-    dweight_out = part = None
-    if weighted and b <= plan.UNFOLDED and (wanted.out or tied):
-        dweight_out, part = calls.unfold(dout.mT @ kept.projected, weight_out, kept, form)
-    elif wanted.out or tied:
+    wants_out, pulls = bool(wanted.out or tied), calls.pulls(kept, form, weighted)
+    dweight_out = total = None
+    if wants_out and weighted and b <= plan.UNFOLDED:
+        products = dout.mT @ kept.projected  # one a sample
+        dtype_out = F32 if weights.out is None or apart is not None else weights.out.dtype
+        dweight_out = calls.unfold(products, kept, form, dtype_out)
+        total = calls.gather(products, weight_out, form)
+        del products
+    elif wants_out and not pulls:
         dweight_out = tokens_out.mT @ calls.update(kept, weights, form, sweep, weighted=weighted).flatten(0, 1)
-    if wanted.out:
-        grads["out"] = dweight_out  # type: ignore[assignment]
     if wanted.out_bias:
         parts["out_bias"] = calls.column_sums(tokens_out)
 
     flow = tokens_out @ weight_out  # G, then dS in its place
-    dscores, dgate, dtheta, dbias = calls.adjoint(flow, kept, weights, form, sweep, bool(wanted.subspace_bias), weighted, part)
+    given = (flow, kept, weights, form, sweep, bool(wanted.subspace_bias), weighted, total, wants_out)
+    dscores, dgate, dtheta, dbias, update = calls.adjoint(*given)
+    if update is not None:
+        dweight_out = tokens_out.mT @ update.flatten(0, 1)
+        del update
+    if wanted.out:
+        grads["out"] = dweight_out  # type: ignore[assignment]
     if form.membership == "energy":
         dscores = MEMBERSHIP["softmax"].pullback(dscores.mT, None, kept.membership.mT, form).mT.contiguous()
         dtemperature, dbias = calls.energy_adjoint(flow, dscores, kept, weights, form, sweep, bool(wanted.subspace_bias))
@@ -182,9 +191,9 @@ def backward(
         product = (flow @ weight_in).view_as(z) if wants_z else None
         dz = cast(product, z.dtype) if apart is None or product is None else calls.Flow(product)
     else:
-        given = (kept, weights, form, factors, wanted, wants_z, grads, parts, apart is not None)
-        dz = calls.score_adjoint(z, flow, weight_in, dscores, dgate, *given)
-    return dz, grads if apart is not None else grads | calls.add_up(parts)
+        rest = (kept, weights, form, factors, wanted, wants_z, grads, parts, apart is not None)
+        dz = calls.score_adjoint(z, flow, weight_in, dscores, dgate, *rest)
+    return dz, grads if apart is not None else grads | calls.add_up(parts, weights)
 
 
 def _weight_out(weights: Weights) -> Tensor:

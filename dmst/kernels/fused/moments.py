@@ -122,17 +122,20 @@ def moments_kernel(
 def finish_kernel(
     energy_ptr, mass_ptr, moment_ptr, divisor_ptr, gate_ptr, weight_ptr, folded_ptr,
     n, splits, delta, sign, weight_row, weight_column,
-    D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, UNIFORM: tl.constexpr,
-    DELTA: tl.constexpr, GATED: tl.constexpr, FOLD: tl.constexpr, MODE: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    SPAN: tl.constexpr, UNIFORM: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr, FOLD: tl.constexpr,
+    MODE: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sample: partial sums to T and its divisor; with `FOLD` some rows of its columns of W_b (b, D, K P)."""
+    """One head of one sample: partial sums, `PARTS` at a time, to T and its divisor; with `FOLD` `SPAN` rows of its columns of
+    W_b (b, D, K P).
+    """
     sample, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, WIDTH)
     inside = channel < P
-    energy = tl.zeros((ROWS, WIDTH), tl.float32)
-    mass = tl.zeros((ROWS,), tl.float32)
-    for first in range(0, splits, ROWS):
-        part = first + tl.arange(0, ROWS)
+    energy = tl.zeros((PARTS, WIDTH), tl.float32)
+    mass = tl.zeros((PARTS,), tl.float32)
+    for first in range(0, splits, PARTS):
+        part = first + tl.arange(0, PARTS)
         at = sample * splits + part
         real = part < splits
         energy += tl.load(
@@ -146,9 +149,10 @@ def finish_kernel(
     if FOLD:
         gate = tl.load(gate_ptr + sample * K + which) if GATED else 1.0
         c = factor(attenuation(moment, gate), gate, 1.0, sign, MODE)
-        row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-        real = (row[:, None] < D) & inside[None, :]
-        column = which * P + channel[None, :]
-        w = tl.load(weight_ptr + row[:, None] * weight_row + column * weight_column, mask=real, other=0.0).to(tl.float32)
-        at = (sample * D + row[:, None]) * (K * P) + column
-        tl.store(folded_ptr + at, (w * c[None, :]).to(folded_ptr.dtype.element_ty), mask=real)
+        column, begin = which * P + channel[None, :], tl.program_id(2) * SPAN
+        for first in tl.range(0, SPAN, ROWS, num_stages=3):
+            row = begin + first + tl.arange(0, ROWS)
+            real = (row[:, None] < D) & inside[None, :]
+            w = tl.load(weight_ptr + row[:, None] * weight_row + column * weight_column, mask=real, other=0.0).to(tl.float32)
+            at = (sample * D + row[:, None]) * (K * P) + column
+            tl.store(folded_ptr + at, (w * c[None, :]).to(folded_ptr.dtype.element_ty), mask=real)

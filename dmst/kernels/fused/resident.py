@@ -1,7 +1,7 @@
 """The passes between two products with each token read once: it waits in shared memory between the two sweeps. In Gluon.
 
     settle    energy_ki = sum_n pi_nk s_nki^2    mass_k = sum_n pi_nk    T = energy/(mass + delta)    update = f s    `moments`
-    pull      A_ki = sum_n pi G s    then dT, dg, dtheta    then dS, written over G, and dscores                     `adjoint`
+    pull      A_ki = sum_n pi G s    then dT, dg, dtheta    then dS, written over G, dscores, and the update again   `adjoint`
 
 A program takes some columns of one sample and all its n tokens. Threads copy 16 bytes at a time, 8 channels of one token, with
 `cp.async`, and each reads back what it copied itself. Samples are taken in reverse: the last ones of the product before are
@@ -61,6 +61,52 @@ def _copy(page, source, real, MASKED: gl.constexpr):
         async_copy.async_copy_global_to_shared(page, source, mask=real)
     else:
         async_copy.async_copy_global_to_shared(page, source)
+
+
+@gluon.jit
+def _write(place, value, real, MASKED: gl.constexpr):
+    if MASKED:
+        gl.store(place, value, mask=real)
+    else:
+        gl.store(place, value)
+
+
+@gluon.jit
+def between(total, a, gate, theta, sign, MODE: gl.constexpr):
+    """Between the two sweeps, of each head: dT (heads, channels), dg and, in the proximal form, dtheta (heads) from A."""
+    if MODE == PROXIMAL:
+        dmoment = theta * gate * gate * gate * gate * a * a * total
+        dgate = -2.0 * theta * gl.sum(gate * a * a * total, axis=1)
+        dtheta = -gl.sum(gate * gate * a * total, axis=1)
+    elif MODE == LISTING:
+        dmoment = -sign * gate * gate * gate * a * a * total
+        dgate = sign * gl.sum(total * a * (2.0 * a - 1.0), axis=1)
+        dtheta = dgate
+    else:
+        dmoment = -sign * gate * gate * gate * gate * a * a * total
+        dgate = 2.0 * sign * gl.sum(gate * total * a * a, axis=1)
+        dtheta = dgate
+    return dmoment, dgate, dtheta
+
+
+@gluon.jit
+def pulled(grad, s, share, c, m, mean, MODE: gl.constexpr, UNIFORM: gl.constexpr, SIGMOID: gl.constexpr):
+    """dS and dscores of some tokens, from G, s, pi (tokens, heads) and what is the same for all of them."""
+    pi = gl.expand_dims(share, 2)
+    bent = m * s
+    if MODE == PROXIMAL:
+        w = pi * c
+        damp = 1.0 / (1.0 + w)
+        flow = -grad * damp
+        ds = flow * w + (2.0 * bent if UNIFORM else 2.0 * pi * bent)
+        lean = c * flow * damp
+    else:
+        lean = c * grad
+        ds = pi * lean + 2.0 * bent if UNIFORM else pi * (lean + 2.0 * bent)
+    dpi = gl.sum(lean * s, axis=2) if UNIFORM else gl.sum((lean + bent) * s, axis=2) - mean
+    if SIGMOID:
+        dpi = dpi * share * (1.0 - share)
+    return ds, dpi
 
 
 @launched
@@ -128,10 +174,7 @@ def settle_kernel(
     for t in gl.static_range(TILES):
         s = pages[t].index(again).load(LAYOUT).to(gl.float32)
         update = (weigh(gl.expand_dims(shares[t], 2), c, MODE) * s).to(update_ptr.dtype.element_ty)
-        if t >= FULL:
-            gl.store(update_ptr + at + t * ROWS * (K * P), update, mask=token + t * ROWS < n)
-        else:
-            gl.store(update_ptr + at + t * ROWS * (K * P), update)
+        _write(update_ptr + at + t * ROWS * (K * P), update, token + t * ROWS < n, t >= FULL)
 
 
 @gluon.jit
@@ -144,10 +187,10 @@ def _spread(x, CHANNEL: gl.constexpr):
 @gluon.jit(do_not_specialize=["n"])
 def pull_kernel(
     grad_ptr, s_ptr, membership_ptr, moment_ptr, gate_ptr, divisor_ptr, theta_ptr,
-    dmembership_ptr, dgate_ptr, dtheta_ptr, dbias_ptr, n, sign,
+    dmembership_ptr, dgate_ptr, dtheta_ptr, dbias_ptr, update_ptr, n, sign,
     K: gl.constexpr, P: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr, FULL: gl.constexpr,
     WARPS: gl.constexpr, MODE: gl.constexpr, GATED: gl.constexpr, UNIFORM: gl.constexpr, SIGMOID: gl.constexpr,
-    BIAS: gl.constexpr,
+    BIAS: gl.constexpr, UPDATE: gl.constexpr,
 ):  # fmt: skip
     """Tiles (ROWS, HEADS, WIDTH), p padded to WIDTH; the first FULL of them have no row beyond n."""
     BLOCKS: gl.constexpr = (K + HEADS - 1) // HEADS
@@ -207,16 +250,9 @@ def pull_kernel(
             sums += (pi * grad) * s
     total = gl.sum(sums, axis=0)
 
+    dmoment, dgate, dtheta = between(total, a, gate, theta, sign, MODE)
     if MODE == PROXIMAL:
-        dmoment = theta * gate * gate * gate * gate * a * a * total
-        dgate = -2.0 * theta * gl.sum(gate * a * a * total, axis=1)
-        gl.store(dtheta_ptr + sample * K + head, -gl.sum(gate * gate * a * total, axis=1), mask=some)
-    elif MODE == LISTING:
-        dmoment = -sign * gate * gate * gate * a * a * total
-        dgate = sign * gl.sum(total * a * (2.0 * a - 1.0), axis=1)
-    else:
-        dmoment = -sign * gate * gate * gate * gate * a * a * total
-        dgate = 2.0 * sign * gl.sum(gate * total * a * a, axis=1)
+        gl.store(dtheta_ptr + sample * K + head, dtheta, mask=some)
     if GATED:
         gl.store(dgate_ptr + sample * K + head, dgate, mask=some)
     m = dmoment / divisor
@@ -231,27 +267,13 @@ def pull_kernel(
     for t in gl.static_range(TILES):
         grad = pages[t][0].index(again).load(LAYOUT).to(gl.float32)
         s = pages[t][1].index(again).load(LAYOUT).to(gl.float32)
-        share = shares[t]
-        pi = gl.expand_dims(share, 2)
-        bent = m * s
-        if MODE == PROXIMAL:
-            w = pi * by_token
-            damp = 1.0 / (1.0 + w)
-            pulled = -grad * damp
-            ds = pulled * w + (2.0 * bent if UNIFORM else 2.0 * pi * bent)
-            lean = by_token * pulled * damp
-        else:
-            lean = by_token * grad
-            ds = pi * lean + 2.0 * bent if UNIFORM else pi * (lean + 2.0 * bent)
-        dpi = gl.sum(lean * s, axis=2) if UNIFORM else gl.sum((lean + bent) * s, axis=2) - mean
-        if SIGMOID:
-            dpi = dpi * share * (1.0 - share)
+        ds, dpi = pulled(grad, s, shares[t], by_token, m, mean, MODE, UNIFORM, SIGMOID)
         ds = ds.to(grad_ptr.dtype.element_ty)
-        here = (row + t * ROWS < n) & (across < K)
-        if t >= FULL or not EXACT:
-            gl.store(grad_ptr + at + t * ROWS * (K * P), ds, mask=(token + t * ROWS < n) & gl.expand_dims(inside, 0))
-        else:
-            gl.store(grad_ptr + at + t * ROWS * (K * P), ds)
+        here, real = (row + t * ROWS < n) & (across < K), (token + t * ROWS < n) & gl.expand_dims(inside, 0)
+        _write(grad_ptr + at + t * ROWS * (K * P), ds, real, t >= FULL or not EXACT)
+        if UPDATE:
+            update = (weigh(gl.expand_dims(shares[t], 2), by_token, MODE) * s).to(update_ptr.dtype.element_ty)
+            _write(update_ptr + at + t * ROWS * (K * P), update, real, t >= FULL or not EXACT)
         gl.store(dmembership_ptr + place + t * ROWS * K, dpi, mask=here)
         if BIAS:  # beyond n both tokens are zero, and so is dS
             bias += ds.to(gl.float32)
@@ -315,29 +337,34 @@ def _plan_settle(
 
 def pull(
     grad: Tensor, projected: Tensor, membership: Tensor, second_moment: Tensor, gate: Tensor | None, divisor: Tensor,
-    theta: Tensor | None, *, mode: str, sign: float, uniform: bool, sigmoid: bool, wants_bias: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dS over G, and the gradients of scores or membership (b, n, k), gate and theta (b, k), and of the bias (b, 1, k, p)."""
+    theta: Tensor | None, *, mode: str, sign: float, uniform: bool, sigmoid: bool, wants_bias: bool, wants_update: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dS over G, and the gradients of scores or membership (b, n, k), gate and theta (b, k), and of the bias (b, 1, k, p);
+    the update once more, since s is at hand.
+    """
     (b, n, d), k = projected.shape, membership.shape[-1]
     assert grad.dtype == projected.dtype
     dscores = torch.empty_like(membership)
     dgate = torch.empty_like(gate) if gate is not None else None
     dtheta = torch.empty_like(divisor) if mode == "proximal" else None
     dbias = torch.empty(b, 1, k, d // k, device=grad.device, dtype=F32) if wants_bias else None
-    cut = _plan_pull(b, n, d, k, grad.dtype, grad.device, mode, gate is not None, uniform, sigmoid, wants_bias)
+    update = torch.empty_like(projected) if wants_update else None
+    asked = (sigmoid, wants_bias, wants_update)
+    cut = _plan_pull(b, n, d, k, grad.dtype, grad.device, mode, gate is not None, uniform, asked)
     launch(
         pull_kernel, cut,
-        grad, projected, membership, second_moment, gate, divisor, theta, dscores, dgate, dtheta, dbias, n, float(sign),
+        grad, projected, membership, second_moment, gate, divisor, theta, dscores, dgate, dtheta, dbias, update,
+        n, float(sign),
     )  # fmt: skip
-    return dscores, dgate, dtheta, dbias
+    return dscores, dgate, dtheta, dbias, update
 
 
 @lru_cache(1024)
 def _plan_pull(
     b: int, n: int, d: int, k: int, dtype: torch.dtype, device: torch.device, mode: str, gated: bool, uniform: bool,
-    sigmoid: bool, bias: bool,
+    asked: tuple[bool, bool, bool],
 ) -> Cut:  # fmt: skip
-    p = d // k
+    p, (sigmoid, bias, update) = d // k, asked
     shape = fits_pull(n, d, p, dtype, device)
     assert shape is not None
     width = power_of_two(p)
@@ -345,7 +372,8 @@ def _plan_pull(
     return planned(
         (b * over(k, heads),),
         K=k, P=p, HEADS=heads, WIDTH=width, TILES=shape.tiles, FULL=shape.full, WARPS=shape.warps,
-        MODE=MODES[mode], GATED=gated, UNIFORM=uniform, SIGMOID=sigmoid, BIAS=bias, num_warps=shape.warps,
+        MODE=MODES[mode], GATED=gated, UNIFORM=uniform, SIGMOID=sigmoid, BIAS=bias, UPDATE=update,
+        num_warps=shape.warps,
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 weighted    what is kept is s' = pi s: update = c s'. Then the output weight's gradient needs no update at all:
             dW = sum_b dout_b^T update_b = sum_b (dout_b^T s'_b) diag(c_b), from one product D_b = dout_b^T s'_b a sample
-            (`unfold_kernel`). Nor does A need a sweep of its own: with G = dout W, A_bi = sum_n G s' = sum_j W_ji D_bji
+            (`unfold_kernel`). Nor does the adjoint's A need a sweep of its own: with G = dout W,
+            A_bi = sum_n G s' = sum_j W_ji D_bji (`gather_kernel`)
 """
 
 from __future__ import annotations
@@ -43,29 +44,41 @@ def update_kernel(
 @launched
 @triton.jit
 def unfold_kernel(
-    product_ptr, moment_ptr, gate_ptr, weight_ptr, out_ptr, part_ptr, b, along_rows, along_columns, sign,
-    D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr,
-    GATED: tl.constexpr, SUM: tl.constexpr,
+    product_ptr, moment_ptr, gate_ptr, out_ptr, b, sign,
+    D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr,
+    MODE: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The columns of one head of dW, a few rows: out (d, d), product (b, d, d); and what these rows add to each sample's A."""
+    """The columns of one head of dW, a few rows: out (d, d), product (b, d, d), some samples at a time."""
     row, which, channel = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1), tl.arange(0, WIDTH)
     real = (row[:, None] < D) & (channel[None, :] < P)
     at = row[:, None] * D + which * P + channel[None, :]
-    weight, part = 0.0, part_ptr
-    if SUM:
-        weight = weight_ptr + row[:, None] * along_rows + (which * P + channel[None, :]) * along_columns
-        weight = tl.load(weight, mask=real, other=0.0).to(tl.float32)
-        part += (tl.program_id(0) * K + which) * P + channel
+    total = tl.zeros((SAMPLES, ROWS, WIDTH), tl.float32)
+    for first in tl.range(0, b, SAMPLES, num_stages=STAGES):
+        sample = first + tl.arange(0, SAMPLES)
+        some = sample < b
+        here = product_ptr + sample[:, None, None].to(tl.int64) * (D * D) + at[None]
+        here = tl.load(here, mask=some[:, None, None] & real[None], other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + sample * K + which, mask=some, other=0.0)[:, None] if GATED else 1.0
+        moment = moment_ptr + (sample[:, None] * K + which) * P + channel[None, :]
+        moment = tl.load(moment, mask=some[:, None] & (channel[None, :] < P), other=0.0)
+        total += here * factor(attenuation(moment, gate), gate, 1.0, sign, MODE)[:, None, :]
+    tl.store(out_ptr + at, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=real)
+
+
+@launched
+@triton.jit
+def gather_kernel(
+    product_ptr, weight_ptr, out_ptr, along_rows, along_columns,
+    D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A of one head of one sample: out (b, k, p), product (b, d, d)."""
+    sample, which, channel = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
+    column = which * P + channel[None, :]
     total = tl.zeros((ROWS, WIDTH), tl.float32)
-    product = product_ptr + at
-    for sample in tl.range(0, b, num_stages=4):
-        gate = tl.load(gate_ptr + sample * K + which) if GATED else 1.0
-        moment = tl.load(moment_ptr + (sample * K + which) * P + channel, mask=channel < P, other=0.0)
-        c = factor(attenuation(moment, gate), gate, 1.0, sign, MODE)
-        here = tl.load(product, mask=real, other=0.0).to(tl.float32)
-        total += here * c[None, :]
-        if SUM:
-            tl.store(part, tl.sum(rounded(here * weight), 0), mask=channel < P)
-            part += tl.num_programs(0) * D
-        product += D * D
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=real)
+    for first in tl.range(0, D, ROWS, num_stages=1):
+        row = first + tl.arange(0, ROWS)[:, None]
+        real = (row < D) & (channel[None, :] < P)
+        here = tl.load(product_ptr + sample * (D * D) + row * D + column, mask=real, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + row * along_rows + column * along_columns, mask=real, other=0.0).to(tl.float32)
+        total += rounded(here * weight)
+    tl.store(out_ptr + (sample * K + which) * P + channel, tl.sum(total, 0), mask=channel < P)
