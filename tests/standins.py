@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmst.kernels import plan
+
 
 def widened(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
@@ -136,3 +138,34 @@ class Stream:
         if dbias is not None:
             dbias = torch.cat([dbias, torch.zeros(b, cut.splits - 1, k, p)], 1)
         return *found, dbias  # type: ignore[return-value]
+
+
+class Few:
+    """`dmst.kernels.fused.few` in plain torch: sample by sample, with nothing of a silent head."""
+
+    @staticmethod
+    def serves(*_: Any) -> bool:
+        return True
+
+    @staticmethod
+    def attend(
+        z: Tensor, membership: Tensor, gate: Tensor, active: Tensor, theta: Tensor | None, weight_in: Tensor,
+        weight_out: Tensor, bias_in: Tensor | None, bias_out: Tensor | None, out: Tensor, form: Any,
+    ) -> None:  # fmt: skip
+        for x in (z, weight_in, weight_out, out, membership, active):
+            assert x.is_contiguous() and x.data_ptr() % 16 == 0
+        p = z.shape[-1] // form.num_heads
+        for i, (count, *heads) in enumerate(active.tolist()):
+            if count * p > plan.FEW:
+                continue
+            made = torch.zeros_like(widened(z[i]))
+            if count:
+                on = torch.tensor(heads[:count], device=z.device)
+                rows = (on[:, None] * p + torch.arange(p, device=z.device)).flatten()
+                s = widened(z[i]) @ widened(weight_in[rows]).mT
+                s = s if bias_in is None else s + widened(bias_in[rows])
+                given = (s[None], membership[i : i + 1, :, on].contiguous(), gate[i : i + 1, on], theta)
+                options = {"mode": form.mode, "sign": form.sign, "delta": form.delta, "uniform": False}
+                update = Resident.settle(*given, **options)[0][0].to(z.dtype)
+                made = widened(update) @ widened(weight_out[rows])
+            out[i] = (made if bias_out is None else made + widened(bias_out)).to(out.dtype)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dmst.kernels import plan, skipping
+from dmst.kernels import Form, plan, skipping
 from dmst.operators import DMSA
 
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
 
-from dmst.kernels.fused import skip
-from tests.test_fused import BF16, F16, F32, Layer
-from tests.test_fused_active import MODES, _no_fallback, attend, capped, check_active, gates, route
+from dmst.kernels.fused import calls, few, layer, skip
+from tests.cases import relative
+from tests.standins import Few
+from tests.test_fused import BF16, F16, F32, Layer, check, guarded
+from tests.test_fused_active import (
+    MODES,
+    _no_fallback,
+    _Spoiled,
+    attend,
+    capped,
+    check_active,
+    gates,
+    mixed,
+    route,
+    whole_alone,
+)
 
 __all__ = ["_no_fallback", "route"]  # fixtures of every test here: a kernel that fell back would be the dense one
 
@@ -156,3 +171,157 @@ def test_the_plan_has_room_for_every_shape(d: int, k: int, dtype: torch.dtype) -
         assert attend(stored(there((1, n, d, k), 1, dtype), dtype), dtype).shape == (1, n, d)
         assert plan.active(n, d, dtype)
     assert not skip._broken
+
+
+# --- samples of few heads ---------------------------------------------------------------------------------------------
+
+TOKENS = (65, 100, 128, 129, 197, 256)
+WIDTHS = [(384, 24), (384, 12), (384, 8), (384, 6), (768, 8), (256, 2), (1024, 8), (64, 4), (64, 1), (128, 4)]  # d, k
+BAR = {BF16: 6e-3, F16: 8e-4}  # a bit more than half a bit of the update and of the output
+
+
+def on_few(n: int, d: int, p: int, dtype: torch.dtype) -> None:
+    if not few.serves(torch.device("cuda", torch.cuda.current_device()), dtype, n, d, p):
+        pytest.skip(f"{torch.cuda.get_device_name()} is no Hopper GPU, or this Triton's Gluon is not one that was read")
+
+
+def listed(gate: Tensor) -> Tensor:
+    """The active heads (b, 1 + k) of a gate, behind their number; the rest is no head."""
+    on = gate != 0
+    order = torch.argsort((~on).int(), dim=1, stable=True).int()
+    count = on.sum(1, keepdim=True)
+    place = torch.arange(gate.shape[1], device=gate.device)
+    return torch.cat((count.int(), torch.where(place < count, order, 10**9)), 1).int()
+
+
+def by_hand(shape: tuple, dtype: torch.dtype, mode: str = "listing", *, bias: bool = True, delta: float = 1e-8) -> list[Any]:
+    """What `few.attend` is given, of samples with 0, 1, ... k heads on, and an output in the midst of NaN."""
+    b, n, d, k = shape
+    made = torch.Generator("cuda").manual_seed(n + d + k)
+
+    def drawn(*size: int, like: torch.dtype = F32, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(*size, device="cuda", generator=made)).to(like)
+
+    order = torch.rand(b, k, device="cuda", generator=made).argsort(1).argsort(1)
+    on = order < (torch.arange(b, device="cuda") % (k + 1))[:, None]
+    gate = torch.where(on, 0.2 + drawn(b, k).abs(), 0.0)
+    weights = [drawn(d, d, like=dtype, scale=d**-0.5) for _ in range(2)]
+    biases = [drawn(d, like=dtype) for _ in range(2)] if bias else [None, None]
+    memory = torch.full((b + 2, n, d), torch.nan, device="cuda", dtype=dtype)
+    theta = torch.tensor(0.7, device="cuda") if mode == "proximal" else None
+    form = Form(k, mode=mode, delta=delta)
+    z, membership = drawn(b, n, d, like=dtype), drawn(b, n, k).sigmoid()
+    return [z, membership, gate, listed(gate), theta, *weights, *biases, memory[1:-1], form, memory]
+
+
+def check_few(given: list[Any], dtype: torch.dtype) -> None:
+    *args, memory = given
+    z, gate, out = args[0], args[2], args[9]
+    few.attend(*args)
+    right = torch.full_like(out, torch.nan)
+    Few.attend(*args[:9], right, args[10])
+    mine = (gate != 0).sum(1) * (z.shape[2] // gate.shape[1]) <= plan.FEW
+    assert mine.any()
+    assert memory[[0, -1]].isnan().all()  # neither its neighbours
+    assert out[~mine].isnan().all()  # nor samples of many heads
+    assert out[mine].isfinite().all()
+    for found, wanted in zip(out[mine], right[mine], strict=True):
+        if wanted.any():
+            assert relative(found, wanted) < BAR[dtype]
+        else:
+            assert not found.any()
+
+
+@whole_alone
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(("d", "k"), WIDTHS, ids=str)
+def test_few_heads_alone(d: int, k: int, dtype: torch.dtype) -> None:
+    """The kernel by itself, against plain torch: heads of 16 to 128 channels, one sample a program."""
+    on_few(197, d, d // k, dtype)
+    for n in TOKENS:
+        check_few(by_hand((2 * k + 3, n, d, k), dtype), dtype)
+
+
+@whole_alone
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("delta", [0.0, 1e-8, 0.5])
+@pytest.mark.parametrize("mode", MODES)
+def test_few_heads_of_every_mode(mode: str, delta: float, bias: bool) -> None:
+    on_few(197, 384, 48, BF16)
+    for shape in ((11, 197, 384, 8), (11, 128, 384, 8), (9, 77, 192, 12)):
+        check_few(by_hand(shape, BF16, mode, bias=bias, delta=delta), BF16)
+
+
+@whole_alone
+@pytest.mark.parametrize("shape", [(700, 197, 384, 8), (900, 100, 64, 4), (601, 256, 128, 2), (400, 130, 320, 20)], ids=str)
+def test_few_heads_many_samples_a_program(shape: tuple) -> None:
+    """Rings and parities go on from one sample to the next, over those that are left to others; a hundred times the same."""
+    on_few(shape[1], shape[2], shape[2] // shape[3], BF16)
+    given = by_hand(shape, BF16)
+    check_few(given, BF16)
+    *args, memory = given
+    first = memory.clone()
+    for _ in range(100):
+        memory.fill_(torch.nan)
+        few.attend(*args)
+        assert torch.equal(first.nan_to_num(12345.0), memory.nan_to_num(12345.0))
+
+
+@whole_alone
+def test_few_heads_read_nothing_of_silent_ones() -> None:
+    """Their rows of both weights and their biases are NaN."""
+    on_few(197, 384, 48, BF16)
+    given = by_hand((300, 197, 384, 8), BF16)
+    gate = torch.zeros_like(given[2])
+    gate[:, [2, 7]] = 0.4
+    gate[::3, 2] = 0.0
+    given[2], given[3] = gate, listed(gate)
+    silent = [c for c in range(384) if c // 48 not in (2, 7)]
+    for place in (5, 6, 7):
+        given[place][silent] = torch.nan
+    check_few(given, BF16)
+
+
+@whole_alone
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_few_and_many_heads_in_one_batch(mode: str, dtype: torch.dtype) -> None:
+    """The layer, against float64: some samples of few heads, some of many."""
+    for n, d, k in ((197, 384, 8), (100, 192, 12), (256, 256, 4), (129, 512, 32)):
+        on_few(n, d, d // k, dtype)
+        made = mixed((40, n, d, k), dtype, mode=mode, bias=mode != "equation").map(lambda x: x.cuda())
+        wide = (gates(made) != 0).sum(-1) * (d // k) > plan.FEW
+        if d == 384:
+            assert 0 < wide.sum() < 40
+        check({"output": attend(made, dtype)}, made, dtype, some=True)
+        check({"output": attend(stored(made, dtype), dtype)}, made, dtype, some=True)
+
+
+@whole_alone
+def test_few_heads_and_buffers_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_few(197, 384, 48, BF16)
+    made = stored(mixed((64, 197, 384, 8), BF16).map(lambda x: x.cuda()), BF16)
+    right = attend(made, BF16)
+    for module in (layer, calls, skip):
+        monkeypatch.setattr(module, "torch", _Spoiled([]))
+    found = attend(made.map(guarded), BF16)
+    assert found.isfinite().all()
+    assert torch.equal(found, right)
+
+
+@whole_alone
+def test_few_heads_keep_a_nan_to_its_sample() -> None:
+    """A NaN among the tokens, or the gate, of one head."""
+    on_few(197, 384, 48, BF16)
+    given = by_hand((300, 197, 384, 8), BF16)
+    *args, memory = given
+    few.attend(*args)
+    clean = args[9].clone()
+    token, gate = 10, 11  # samples of one and of two heads
+    args[0][token, 3, 5] = torch.nan
+    args[2][gate] = torch.where(args[2][gate] != 0, torch.nan, 0.0)
+    memory.fill_(torch.nan)
+    few.attend(*args)
+    others = [i for i in range(300) if i not in (token, gate)]
+    assert torch.equal(args[9][others].nan_to_num(12345.0), clean[others].nan_to_num(12345.0))
+    assert args[9][[token, gate]].isnan().all()

@@ -390,6 +390,7 @@ def test_what_the_first_product_weighs(case: tuple, unfolded: int, streams: bool
     monkeypatch.setattr(plan, "UNFOLDED", unfolded)
     if streams:
         monkeypatch.setattr(calls, "stream", Stream)
+        monkeypatch.setattr(plan, "PIECE", 11)  # a sample in two
     made = draw(case, (3, 22, 24, 3)).map(guarded)
     poison(monkeypatch)
     found, kept = keep(functools.partial(fused, made), monkeypatch)

@@ -24,6 +24,7 @@ from tests.cases import label, relative
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
 
 from dmst.kernels.fused import calls, casts, layer, skip
+from tests.standins import Few
 from tests.test_fused import F16, F32, LAST_GRID, Layer, _Counted, _Poisoned, check, draw, guarded, strided
 
 pytestmark = [
@@ -71,6 +72,13 @@ def capped(shape: tuple, active: int, dtype: torch.dtype = F32, **options: Any) 
     made = draw(("dmsa", {"max_active_heads": active, **options}), shape, dtype)
     assert made.weights.assign is not None
     return made._replace(weights=made.weights._replace(assign=made.weights.assign / 8))  # as many bits as before
+
+
+def mixed(shape: tuple, dtype: torch.dtype = F32, **options: Any) -> Layer:
+    """Samples with any number of heads on, some of them with few."""
+    made = draw(("dmsa", options), shape, dtype)
+    assert made.weights.assign is not None
+    return made._replace(weights=made.weights._replace(assign=made.weights.assign * 4))  # as many bits as before
 
 
 def gates(made: Layer) -> Tensor:
@@ -154,6 +162,80 @@ def test_whole_samples_by_tiles_of_every_size(mode: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(plan, "SHORT", [(64, plan.Short(64, columns, out, depth, 4, 2))])
         for shape, active in (((1, 33, 60, 5), 3), ((1, 20, 36, 12), 5)):
             check_active(capped(shape, active, mode=mode), F32, active)
+
+
+# --- samples of few heads ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Samples with up to 36 columns of active heads, three of 12, go to a kernel in Gluon; what it was given to write to."""
+    seen: list[Tensor] = []
+
+    class Watched(Few):
+        @staticmethod
+        def attend(*args: Any) -> None:
+            seen.append(args[9])
+            Few.attend(*args)
+
+    monkeypatch.setattr(plan, "FEW", 36)
+    monkeypatch.setattr(skip, "few", Watched)
+    return seen
+
+
+@whole_alone
+@pytest.mark.parametrize("mode", MODES)
+def test_each_sample_is_taken_by_one_of_two_kernels(mode: str, few: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each starts as NaN, and what one of them has written the other leaves alone."""
+    made = mixed((8, 20, 96, 8), mode=mode, bias=mode != "equation")
+    count = (gates(made) != 0).sum(-1)
+    assert 2 <= (count <= 3).sum() <= 6
+    alone, inner = [], skip.launch
+
+    def watch(kernel: Any, cut: Any, *args: Any) -> Any:
+        if kernel is skip.short_kernel:
+            before = args[10].clone()
+            inner(kernel, cut, *args)
+            alone.append((before, args[10].clone()))
+        else:
+            inner(kernel, cut, *args)
+
+    for module in (layer, calls, skip):
+        monkeypatch.setattr(module, "torch", _Spoiled([]))
+    monkeypatch.setattr(skip, "launch", watch)
+    check({"output": attend(made.map(guarded))}, made, some=True)
+    ((before, after),) = alone
+    assert len(few) == 1
+    assert before[count > 3].isnan().all()
+    assert not after.isnan().any()
+    assert torch.equal(before[count <= 3], after[count <= 3])
+
+
+@whole_alone
+def test_samples_of_few_heads_with_weights_of_any_layout(few: list[Tensor]) -> None:
+    for mode in ("listing", "proximal"):  # with an output weight, and without
+        made = mixed((3, 9, 96, 8), mode=mode)
+        right = attend(made)
+        for view in (strided, lambda x: x.mT.contiguous().mT if x.ndim > 1 else x):
+            weights = Weights(*(None if w is None else view(w) for w in made.weights))
+            assert relative(attend(made._replace(weights=weights)), right) < 1e-6
+        low = made.map(lambda x: x.to(F16))
+        assert relative(attend(low, F16), attend(made, F16)) < 2e-3  # under autocast, and as stored
+    assert len(few) == 10
+
+
+@whole_alone
+def test_few_heads_may_be_none_and_a_nan_is_none_of_them(few: list[Tensor]) -> None:
+    made = capped((2, 20, 96, 8), 2, gate_scale=0.0)
+    assert torch.equal(attend(made), made.weights.out_bias.expand(2, 20, 96))
+    made = mixed((4, 9, 96, 8))
+    clean = attend(made)
+    z = made.z.clone()
+    z[1, 4, 5] = torch.nan
+    dirty = attend(made._replace(z=z))
+    assert torch.equal(dirty[[0, 2, 3]], clean[[0, 2, 3]])
+    assert dirty[1].isnan().all()
+    assert len(few) == 3
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from dmst.kernels.fused import (
-    active, adjoint, by_position, casts, columns, energy, hopper, moments, neighbours, norm, resident, rows, score,
+    active, adjoint, by_position, casts, columns, energy, few, hopper, moments, neighbours, norm, resident, rows, score,
     score_adjoint, short, stream, update,
 )
 
@@ -47,14 +47,20 @@ PULL = dict(K=8, P=48, HEADS=1, WIDTH=64, TILES=13, FULL=10, WARPS=4, MODE=0, GA
             SIGMOID=True, BIAS=True, UPDATE=True)
 ACTIVE = dict(D=384, K=8, P=48, RUN=16, BLOCKS=3, TOKENS=64, COLUMNS=128, DEPTH=64, STAGES=3, BIAS=True)
 SHORT = dict(D=384, K=8, P=48, RUN=16, SLOTS=3, ALL=8, TOKENS=256, COLUMNS=64, DEPTH=32, OUT=128, STAGES=4, DELTA=True)
+FEW = dict(D=384, K=8, P=48, STAGES=3, BLOCKS=2, BIAS_IN=True, BIAS_OUT=True, DELTA=True, MODE=0, WARPS=8)
 FIRST, SECOND = dict(ACTIVE, SLOTS=4, WEIGHTED=True), dict(ACTIVE, SLOTS=3, WEIGHTED=True, FOLD=False, MODE=0, ALL=8)
-SOME = dict(D=384, K=8, P=48, WIDTH=64, ROWS=64, DELTA=True, FOLD=True, MODE=0)
+SOME = dict(D=384, K=8, P=48, WIDTH=64, PARTS=16, ROWS=64, SPAN=384, DELTA=True, FOLD=True, MODE=0)
 NORM_BACK = dict(TOKENS=1, CHANNELS=128, LOW=True)
 NORM = dict(D=384, K=8, TOKENS=4, CHANNELS=128, Z=3, PENDING=1, ADD=True, ASSIGN=3, ROTARY=True, LEVEL=True, SCORES=True,
             BIAS=False, SIGMOID=True, SUMS=True)
 CASES = {
-    "active": [(short.short_kernel, dict(SHORT, MODE=m, BIAS_IN=b, BIAS_OUT=b, TOKENS=t))
-               for m, b, t in ((0, True, 256), (2, False, 128))]
+    "active": [(short.short_kernel, dict(SHORT, MODE=m, BIAS_IN=b, BIAS_OUT=b, TOKENS=t, LEAST=l))
+               for m, b, t, l in ((0, True, 256, -1), (2, False, 128, 128))]
+    + [(few.few_kernel, c) for c in (
+        dict(FEW, tokens=256, theta_ptr=None),
+        dict(FEW, tokens=128, STAGES=4, MODE=2, DELTA=False, BIAS_IN=False, BIAS_OUT=False, bias_in_ptr=None,
+             bias_out_ptr=None),
+        dict(FEW, tokens=128, D=64, K=4, P=16, STAGES=1, BLOCKS=1, theta_ptr=None, b=1))]
     + [(active.gate_active_kernel, dict(K=8, ALL=8, GATE=1, ACTIVE=2, ROWS=1024)),
                (active.project_active_kernel, FIRST),
                (active.project_active_kernel, dict(FIRST, WEIGHTED=False, BIAS=False, D=100, K=25, P=4, RUN=4, SLOTS=25)),
@@ -121,6 +127,10 @@ LOW_PRODUCTS = (active.project_active_kernel, active.finish_active_kernel, activ
 
 
 def kind(kernel, name, constants):
+    if kernel is few.few_kernel and name in ("z", "out"):
+        return f"tensordesc<bf16[1,{constants['tokens']},64],{few.SAMPLE!r}>"
+    if kernel is few.few_kernel and name in ("weight_in", "weight_out"):
+        return f"tensordesc<bf16[16,64],{few.SWIZZLED!r}>"
     if name in ("out", "residual") and constants.get("wide"):  # z is float32
         return f"tensordesc<fp32[64,32],{hopper.WIDE!r}>"
     if name in ("x", "weight", "out", "residual"):
@@ -129,7 +139,7 @@ def kind(kernel, name, constants):
         return S
     if kernel in (columns.totals_kernel, casts.casts_kernel) and name[0] in "pxo":
         return B if kernel is casts.casts_kernel and name[0] == "o" else F
-    if kernel is short.short_kernel and name.startswith(("weight_", "bias_", "out_ptr")):
+    if kernel in (short.short_kernel, few.few_kernel) and name.startswith(("weight_", "bias_", "out_ptr")):
         return B
     words = {1: "*i32", 2: "*i32", 3: "*i64"}
     named = {"z_ptr": "Z", "assign_ptr": "ASSIGN", "pending_ptr": "PENDING"}
@@ -157,7 +167,8 @@ for kernel, constants in (case for group in groups for case in CASES[group]):
     given = [(place,) for place, name in enumerate(names) if gluon and name.endswith("_ptr") and name not in constants]
     aligned = {place: [["tt.divisibility", 16]] for place in given}
     source = (GluonASTSource if gluon else ASTSource)(kernel, signature, places, aligned)
-    options = {"num_warps": 4, "maxnreg": 168} if kernel is hopper.hopper_kernel else {"num_warps": 4}
+    options = {"maxnreg": 168} if kernel in (hopper.hopper_kernel, few.few_kernel) else {}
+    options["num_warps"] = 8 if kernel is few.few_kernel else 4
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert done.asm["cubin"], kernel
     assert done.metadata.shared + 1024 * gluon <= 227 * 1024, kernel

@@ -399,7 +399,8 @@ def test_kernels_in_gluon_and_their_descriptors(machine: Machine) -> None:
 
 def test_the_calls_of_gluon_kernels_fit_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a GPU runs these calls: here, that each gives its kernel every constant, on a Hopper GPU that is not there."""
-    from dmst.kernels.fused import hopper, resident
+    from dmst.kernels import plan
+    from dmst.kernels.fused import hopper, resident, stream
 
     if not (hopper.GLUON and resident.GLUON):
         pytest.skip("this Triton's Gluon was not read")
@@ -412,16 +413,45 @@ def test_the_calls_of_gluon_kernels_fit_them(monkeypatch: pytest.MonkeyPatch) ->
     cuts = [
         (hopper.hopper_kernel, hopper._plan(0, 50_432, 384, 48, 1, True, False, False)),
         (resident.settle_kernel, resident._plan_settle(*shape, low, there, "listing", True, False, True)),
-        (resident.pull_kernel, resident._plan_pull(*shape, low, there, "proximal", True, False, True, True)),
+        (resident.pull_kernel, resident._plan_pull(*shape, low, there, "proximal", True, False, (True, True, False))),
+        (stream.stream_kernel, stream._plan(64, 384, 8, plan.sweep(64, 1024, 8, 48), "listing", True, False, True, True, True)),
     ]
     for kernel, (grid, constants) in cuts:
         names = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
         assert constants.keys() - {"num_warps", "maxnreg"} == names
         assert all(0 < size < 2**31 for size in grid)
-    assert [cut.grid for _, cut in cuts] == [(132,), (256 * 6,), (256 * 8,)]
+    assert [cut.grid for _, cut in cuts] == [(132,), (256 * 6,), (256 * 8,), (64, 4, 2)]
     assert resident.fits(1024, 384, 48, low, there) and not resident.fits_pull(1024, 384, 48, low, there)
     for cached in (hopper._plan, resident._plan_settle, resident._plan_pull, resident._fits, resident._fits_pull):
         cached.cache_clear()  # of a machine that was not there
+
+
+def test_the_call_for_few_heads_fits_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for `few`, and that its descriptors are those that the constructor would make."""
+    from dmst.kernels import Form
+    from dmst.kernels.fused import few
+
+    if not hopper.GLUON:
+        pytest.skip("this Triton's Gluon was not read")
+    monkeypatch.setattr(hopper, "_machine", lambda index: (True, 132))
+    few._plan.cache_clear()
+    cut = few._plan(0, Form(8), 256, 384, 256, True, True)
+    small = few._plan(0, Form(4), 3, 64, 128, True, True)
+    few._plan.cache_clear()  # of a machine that was not there
+    names = {parameter.name for parameter in few.few_kernel.params if parameter.is_constexpr}
+    assert cut.constants.keys() - {"num_warps", "maxnreg"} == names
+    assert (cut.grid, small.grid) == ((132,), (3,))
+    assert (small.constants["STAGES"], small.constants["BLOCKS"]) == (1, 1)
+    z, weight = torch.zeros(3, 197, 384, dtype=torch.bfloat16), torch.zeros(384, 384, dtype=torch.bfloat16)
+    for made, x, box in (
+        (few._samples(z, 256), z, [1, 256, 64]),
+        (few._rows(weight, 48), weight, [16, 64]),
+        (few._rows(weight, 96), weight, [32, 64]),
+        (few._rows(weight, 128), weight, [64, 64]),
+    ):
+        right = few.TensorDescriptor.from_tensor(x, box, made.layout)
+        assert (made.base is x, made.padding, made.layout.rank) == (True, right.padding, len(box))
+        assert (made.shape, made.strides, made.block_shape) == ([*right.shape], [*right.strides], right.block_shape)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ POSITION_PROGRAMS = 528  # the same by position: four a processor, each with a r
 FOLDS = 2  # times as many tokens as channels, from which each sample has an output weight where silent heads are left out
 FOLDED = 4  # samples at most, each with an output product of its own
 UNFOLDED = 64  # samples at most whose products with dout give the output weight's gradient, and A of the adjoint
+PIECE = 4096  # tokens: sixteen products of so many took the library 35 us, four of four times as many 47, one of all 42
 BY_HAND = 16384  # rows from which our own product serves
 BUSY = 16384  # tokens from which a device has more to do than the host that launches its kernels one by one
 NORM_PROGRAMS = 4224  # rows of partial sums for the gradients of a norm's weights
@@ -150,6 +151,11 @@ def weighted(n: int, d: int, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and n % 128 == 0 and n >= 2 * d
 
 
+def pieces(b: int, n: int) -> int:
+    """Into how many pieces of `PIECE` tokens a sample goes for the products of dW; one where that makes more than 16 in all."""
+    return n // PIECE if n % PIECE == 0 and b * n // PIECE <= 16 else 1
+
+
 def step(d: int, dtype: torch.dtype) -> bool:
     """Whether a block takes its residual step in one. float16 has no room for an output weight times a small LayerScale."""
     return STEPS and d <= WIDEST_NORM and dtype != torch.float16
@@ -209,6 +215,9 @@ SHORT: list[tuple[int, Short]] = [  # samples of at most so many tokens; the fir
     (128, Short(128, 64, 128, 32, 4, 4)),
     (256, Short(256, 64, 128, 32, 8, 4)),
 ]
+
+
+FEW = 128  # columns of a sample's active heads at most that its tokens have room for beside them in registers (`few.py`)
 
 
 def short(n: int, d: int, dtype: torch.dtype) -> Short | None:

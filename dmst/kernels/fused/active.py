@@ -125,20 +125,22 @@ def project_active_kernel(
 def finish_active_kernel(
     energy_ptr, mass_ptr, gate_ptr, active_ptr, theta_ptr, weight_ptr, factor_ptr, folded_ptr,
     n, tiles, delta, sign, weight_row, weight_column,
-    D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, DELTA: tl.constexpr,
-    FOLD: tl.constexpr, MODE: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    SPAN: tl.constexpr, DELTA: tl.constexpr, FOLD: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """One active head of one sample: rows of sums, in order, to c (b, d); with `FOLD` some rows of W_b (b, d, d) instead."""
+    """One active head of one sample: rows of sums, `PARTS` at a time, to c (b, d); with `FOLD` `SPAN` rows of W_b (b, d, d)
+    instead.
+    """
     sample, slot = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if slot >= tl.load(active_ptr + sample * (K + 1)):
         return
     head = tl.load(active_ptr + sample * (K + 1) + 1 + slot)
     channel = tl.arange(0, WIDTH)
     inside = channel < P
-    energy = tl.zeros((ROWS, WIDTH), tl.float32)
-    mass = tl.zeros((ROWS,), tl.float32)
-    for first in range(0, tiles, ROWS):
-        part = first + tl.arange(0, ROWS)
+    energy = tl.zeros((PARTS, WIDTH), tl.float32)
+    mass = tl.zeros((PARTS,), tl.float32)
+    for first in range(0, tiles, PARTS):
+        part = first + tl.arange(0, PARTS)
         at = sample * tiles + part
         real = part < tiles
         place = at[:, None] * D + slot * P + channel[None, :]
@@ -149,12 +151,14 @@ def finish_active_kernel(
     theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
     c = factor(attenuation(moment, gate), gate, theta, sign, MODE)
     if FOLD:
-        row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-        real = (row[:, None] < D) & inside[None, :]
-        w = weight_ptr + row[:, None] * weight_row + (head * P + channel[None, :]) * weight_column
-        w = tl.load(w, mask=real, other=0.0).to(tl.float32)
-        at = (sample * D + row[:, None]) * D + slot * P + channel[None, :]
-        tl.store(folded_ptr + at, (w * c[None, :]).to(folded_ptr.dtype.element_ty), mask=real)
+        begin = tl.program_id(2) * SPAN
+        for first in tl.range(0, SPAN, ROWS, num_stages=3):
+            row = begin + first + tl.arange(0, ROWS)
+            real = (row[:, None] < D) & inside[None, :]
+            w = weight_ptr + row[:, None] * weight_row + (head * P + channel[None, :]) * weight_column
+            w = tl.load(w, mask=real, other=0.0).to(tl.float32)
+            at = (sample * D + row[:, None]) * D + slot * P + channel[None, :]
+            tl.store(folded_ptr + at, (w * c[None, :]).to(folded_ptr.dtype.element_ty), mask=real)
     else:
         tl.store(factor_ptr + sample * D + slot * P + channel, c, mask=inside)
 

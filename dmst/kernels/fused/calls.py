@@ -314,14 +314,19 @@ def finish(
 
 @lru_cache(1024)
 def _plan_finish(form: Form, b: int, p: int, splits: int, gated: bool, fold: bool) -> Cut:
-    """Few samples: many programs for each head, which add up its partial sums once each."""
-    k, parts = form.num_heads, min(256, max(16, plan.power_of_two(splits)))
-    span = over(over(k * p, 64), min(over(k * p, 64), over(plan.PROGRAMS, b * k))) * 64
-    return planned(
-        (b, k, over(k * p, span) if fold else 1),
-        D=k * p, K=k, P=p, WIDTH=plan.power_of_two(p), PARTS=parts, ROWS=64, SPAN=span, UNIFORM=form.uniform_moment,
-        DELTA=bool(form.delta), GATED=gated, FOLD=fold, MODE=MODES[form.mode], num_warps=8,
-    )  # fmt: skip
+    grid, shape = folded_cut(b, form.num_heads, p, splits, fold)
+    rest = {"DELTA": bool(form.delta), "FOLD": fold, "MODE": MODES[form.mode], "num_warps": 8}
+    return planned(grid, **shape, **rest, UNIFORM=form.uniform_moment, GATED=gated)
+
+
+def folded_cut(b: int, k: int, p: int, splits: int, fold: bool) -> tuple[tuple[int, int, int], dict[str, int]]:
+    """For a head of a sample, partial sums and the rows of its output weight. Few samples: many programs, which add up each for
+    itself.
+    """
+    d, parts = k * p, min(256, max(16, plan.power_of_two(splits)))
+    span = over(over(d, 64), min(over(d, 64), over(plan.PROGRAMS, b * k))) * 64
+    shape = {"D": d, "K": k, "P": p, "WIDTH": plan.power_of_two(p), "PARTS": parts, "ROWS": 64, "SPAN": span}
+    return (b, k, over(d, span) if fold else 1), shape
 
 
 def update(kept: Kept, weights: Weights, form: Form, sweep: plan.Sweep, *, weighted: bool) -> Tensor:
@@ -342,6 +347,15 @@ def _plan_update(form: Form, b: int, d: int, sweep: plan.Sweep, gated: bool, wei
         K=k, P=d // k, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
         MODE=MODES[form.mode], GATED=gated, WEIGHTED=weighted, STAGES=sweep.stages, num_warps=sweep.warps,
     )  # fmt: skip
+
+
+def products(dout: Tensor, weighted: Tensor) -> Tensor:
+    """dout_b^T pi s (b, d, d). Few samples go in pieces: of a sum over so many tokens the library makes too few programs."""
+    b, n, d = dout.shape
+    pieces = plan.pieces(b, n)
+    cut = (b * pieces, n // pieces, d)
+    made = dout.view(cut).mT @ weighted.view(cut)
+    return made if pieces == 1 else made.view(b, pieces, d, d).sum(1, dtype=F32)
 
 
 def unfold(product: Tensor, kept: Kept, form: Form, dtype: torch.dtype) -> Tensor:
@@ -373,11 +387,10 @@ def gather(product: Tensor, weight_out: Tensor, form: Form) -> Tensor:
 
 @lru_cache(1024)
 def _plan_gather(b: int, d: int, k: int) -> Cut:
-    """Every row at once, if so many fit: what a program waits for is the first of its loads."""
+    """Many rows at a time: what a program waits for is the first of its loads."""
     width = plan.power_of_two(d // k)
-    rows = max(16, min(plan.power_of_two(d), 32768 // width))
-    warps = max(1, min(16, rows * width // 2048))
-    return planned((b, k), D=d, K=k, P=d // k, WIDTH=width, ROWS=rows, num_warps=warps)
+    rows = max(16, min(plan.power_of_two(d), 8192 // width))
+    return planned((b, k), D=d, K=k, P=d // k, WIDTH=width, ROWS=rows, num_warps=max(1, rows * width // 1024))
 
 
 def pulls(kept: Kept, form: Form, weighted: bool) -> bool:

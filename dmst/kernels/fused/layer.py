@@ -1,10 +1,10 @@
 """The whole layer from the kernels of this folder and the library's matrix products: forward, and backward in closed form.
 
     forward     scores, membership | projected = z U | moments, gate | output = update W
-    backward    update, dW_out | G = dout W_out^T | adjoint: dS, dscores | dU | dassign | dz = dS U^T + the scores' part
+    backward    G = dout W_out^T | adjoint: dS, dscores | dW_out | dU | dassign | dz = dS U^T + the scores' part
 
 It keeps what `closed_form` keeps, in memory order (b, n, k, p). The backward pass needs room for two more tensors of z's size
-at a time: the update, gone before G, in whose place dS is written, and the last product, which becomes dz in its place.
+at a time: G, in whose place dS is written, and first the update, then the last product, which becomes dz in its place.
 With save="nothing" it keeps z alone, and the backward pass begins with the forward pass, all but its last product.
 """
 
@@ -150,7 +150,7 @@ def backward(
     wants_out, pulls = bool(wanted.out or tied), calls.pulls(kept, form, weighted)
     dweight_out = total = None
     if wants_out and weighted and b <= plan.UNFOLDED:
-        products = dout.mT @ kept.projected  # one a sample
+        products = calls.products(dout, kept.projected)
         dtype_out = F32 if weights.out is None or apart is not None else weights.out.dtype
         dweight_out = calls.unfold(products, kept, form, dtype_out)
         total = calls.gather(products, weight_out, form)

@@ -4,7 +4,8 @@
     update = f(pi, c) s      to memory, where the same program finds it again in the cache
     out = update W_on + bias
 
-Columns are those of `active.py`: the active heads side by side. Nothing of a silent head is read, written or computed.
+Columns are those of `active.py`: the active heads side by side. Nothing of a silent head is read, written or computed. Samples
+of at most `LEAST` columns are left to another kernel; -1 for none.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ def short_kernel(
     n, delta, sign, in_row, in_column, out_row, out_column,
     D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, ALL: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OUT: tl.constexpr, STAGES: tl.constexpr,
-    BIAS_IN: tl.constexpr, BIAS_OUT: tl.constexpr, DELTA: tl.constexpr, MODE: tl.constexpr,
+    BIAS_IN: tl.constexpr, BIAS_OUT: tl.constexpr, DELTA: tl.constexpr, MODE: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(0).to(tl.int64)
     list_ptr = active_ptr + sample * (K + 1)
     count = tl.load(list_ptr)
     list_ptr += 1
     total = count * P
+    if total <= LEAST:  # `few.py` has it
+        return
     token = tl.arange(0, TOKENS)
     here = token < n
     at = sample * n + token

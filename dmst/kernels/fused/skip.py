@@ -1,7 +1,7 @@
 """The fused layer without its silent heads, for inference: `active.py` put together, beside `layer.forward`, which is dense.
 
     scores, membership | gate, active heads | s of these heads, their moments | c, or an output weight a sample | output
-    short samples:       | gate, active heads | all the rest by one program a sample (`short.py`)
+    short samples:       | gate, active heads | all the rest by one program a sample (`short.py`; of few heads `few.py`)
 
 No host waits for the device on the way, so that CUDA graphs record it. Whether it pays depends on how many heads are silent,
 which only the device knows: `skipping.choose_silent` measures it. A kernel that does not compile is reported once, and the
@@ -20,7 +20,7 @@ from dmst import rotary
 from dmst.kernels import plan, registered
 from dmst.kernels.arithmetic import aligned, cast
 from dmst.kernels.form import Form, Weights
-from dmst.kernels.fused import calls
+from dmst.kernels.fused import calls, few
 from dmst.kernels.fused.active import finish_active_kernel, gate_active_kernel, out_active_kernel, project_active_kernel
 from dmst.kernels.fused.calls import F32
 from dmst.kernels.fused.casts import cast_all
@@ -64,18 +64,27 @@ def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | N
     membership, sums = calls.score(z, weights, form, factors)
     assert sums is not None
     gate, active = open_gate(sums, n, form)
-    out = weights.subspace.mT if weights.out is None else weights.out
-    weight_in, weight_out, bias_in, bias_out = cast_all(dtype, weights.subspace, out, weights.subspace_bias, weights.out_bias)
     tile = plan.short(n, d, dtype)
+    by_columns = tile is not None and few.serves(z.device, dtype, n, d, d // form.num_heads)
+    out = None if by_columns else weights.subspace.mT if weights.out is None else weights.out
+    weight_in, weight_out, bias_in, bias_out = cast_all(dtype, weights.subspace, out, weights.subspace_bias, weights.out_bias)
+    if by_columns:  # a row for each column of s, as the copy engine needs it
+        weight_in = aligned(weight_in)
+        weight_out = (weight_in if weights.out is None else _turned(weights.out, dtype)).mT
     if tile is not None:
         given = (weights.theta, weight_in, weight_out, bias_in, bias_out, form, tile)
-        return whole(cast(z, dtype), membership, gate, active, *given)
+        return whole(cast(z, dtype), membership, gate, active, *given, by_columns)
     weighted = form.mode != "proximal" and dtype != torch.float16  # which has no room for small pi s
     fold = weighted and plan.folds(n, d)
     first, second = plan.active(n, d, dtype)
     s, energy, mass = project(cast(z, dtype), weight_in, bias_in, membership, active, first, weighted)
     c = finish(energy, mass, gate, active, weights.theta, weight_out, n, form, fold)
     return project_out(s, c, weight_out, bias_out, membership, active, second, form, weighted, fold)
+
+
+def _turned(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The transpose in the compute dtype, in one copy."""
+    return aligned(weight.mT.to(dtype, memory_format=torch.contiguous_format))
 
 
 def open_gate(sums: Tensor, n: int, form: Form) -> tuple[Tensor, Tensor]:
@@ -89,26 +98,28 @@ def open_gate(sums: Tensor, n: int, form: Form) -> tuple[Tensor, Tensor]:
 
 def whole(
     z: Tensor, membership: Tensor, gate: Tensor, active: Tensor, theta: Tensor | None, weight_in: Tensor, weight_out: Tensor,
-    bias_in: Tensor | None, bias_out: Tensor | None, form: Form, tile: plan.Short,
+    bias_in: Tensor | None, bias_out: Tensor | None, form: Form, tile: plan.Short, by_columns: bool,
 ) -> Tensor:  # fmt: skip
-    """The layer from its gate on, a program a sample (b, n, d)."""
+    """The layer from its gate on, a program a sample (b, n, d). `by_columns`: samples of few heads are taken by `few`."""
     b, n, d = z.shape
     update, out = torch.empty_like(z), torch.empty_like(z)
+    if by_columns:
+        few.attend(z, membership, gate, active, theta, weight_in, weight_out.mT, bias_in, bias_out, out, form)
     tensors = (z, weight_in, bias_in, membership, gate, active, theta, weight_out, bias_out, update, out)
-    cut = _plan_whole(form, b, d, tile, bias_in is not None, bias_out is not None)
+    cut = _plan_whole(form, b, d, tile, bias_in is not None, bias_out is not None, plan.FEW if by_columns else -1)
     launch(short_kernel, cut, *tensors, n, form.delta, form.sign, *weight_in.stride(), *weight_out.stride())
     return out
 
 
 @lru_cache(1024)
-def _plan_whole(form: Form, b: int, d: int, tile: plan.Short, bias_in: bool, bias_out: bool) -> Cut:
+def _plan_whole(form: Form, b: int, d: int, tile: plan.Short, bias_in: bool, bias_out: bool, least: int) -> Cut:
     k = form.num_heads
     p = d // k
     return planned(
         (b,),
         D=d, K=k, P=p, RUN=min(p & -p, 16), SLOTS=min(k, _heads(tile.columns, p)), ALL=plan.power_of_two(k),
         TOKENS=tile.tokens, COLUMNS=tile.columns, DEPTH=tile.depth, OUT=tile.out, STAGES=tile.stages,
-        BIAS_IN=bias_in, BIAS_OUT=bias_out, DELTA=bool(form.delta), MODE=MODES[form.mode], num_warps=tile.warps,
+        BIAS_IN=bias_in, BIAS_OUT=bias_out, DELTA=bool(form.delta), MODE=MODES[form.mode], LEAST=least, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -151,18 +162,14 @@ def finish(
     made = torch.empty(b, *(k * p,) * (1 + fold), device=energy.device, dtype=weight.dtype if fold else F32)
     into = (None, made) if fold else (made, None)
     rest = (n, tiles, form.delta, form.sign, *weight.stride())
-    launch(finish_active_kernel, _plan_finish(form, b, p, fold), energy, mass, gate, active, theta, weight, *into, *rest)
+    launch(finish_active_kernel, _plan_finish(form, b, p, tiles, fold), energy, mass, gate, active, theta, weight, *into, *rest)
     return made
 
 
 @lru_cache(1024)
-def _plan_finish(form: Form, b: int, p: int, fold: bool) -> Cut:
-    k = form.num_heads
-    return planned(
-        (b, k, over(k * p, 64) if fold else 1),
-        D=k * p, K=k, P=p, WIDTH=plan.power_of_two(p), ROWS=64, DELTA=bool(form.delta), FOLD=fold, MODE=MODES[form.mode],
-        num_warps=8 if fold else 4,
-    )  # fmt: skip
+def _plan_finish(form: Form, b: int, p: int, tiles: int, fold: bool) -> Cut:
+    grid, shape = calls.folded_cut(b, form.num_heads, p, tiles, fold)
+    return planned(grid, **shape, DELTA=bool(form.delta), FOLD=fold, MODE=MODES[form.mode], num_warps=8 if fold else 4)
 
 
 def project_out(
