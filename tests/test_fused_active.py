@@ -74,11 +74,13 @@ def capped(shape: tuple, active: int, dtype: torch.dtype = F32, **options: Any) 
     return made._replace(weights=made.weights._replace(assign=made.weights.assign / 8))  # as many bits as before
 
 
-def mixed(shape: tuple, dtype: torch.dtype = F32, **options: Any) -> Layer:
-    """Samples with any number of heads on, some of them with few."""
+def mixed(shape: tuple, dtype: torch.dtype = F32, size: int = 4, **options: Any) -> Layer:
+    """Samples with any number of heads on, some of them with few: the fewer the larger their scores, the more the longer."""
     made = draw(("dmsa", options), shape, dtype)
     assert made.weights.assign is not None
-    return made._replace(weights=made.weights._replace(assign=made.weights.assign * 4))  # as many bits as before
+    return made._replace(
+        weights=made.weights._replace(assign=made.weights.assign * size)
+    )  # a power of two: as many bits as before
 
 
 def gates(made: Layer) -> Tensor:

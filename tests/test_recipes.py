@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, replace
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,16 @@ HOSTILE: dict[str, tuple[Any, str, str]] = {  # text or a change of the least re
 }  # fmt: skip
 
 
+@pytest.fixture
+def _usual_depth() -> Iterator[None]:
+    """torch's compiler raises the limit for the whole process."""
+    raised = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(raised)
+
+
+@pytest.mark.usefixtures("_usual_depth")
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile(case: str) -> None:
     change, where, reason = HOSTILE[case]

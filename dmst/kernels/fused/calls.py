@@ -319,12 +319,12 @@ def _plan_finish(form: Form, b: int, p: int, splits: int, gated: bool, fold: boo
     return planned(grid, **shape, **rest, UNIFORM=form.uniform_moment, GATED=gated)
 
 
-def folded_cut(b: int, k: int, p: int, splits: int, fold: bool) -> tuple[tuple[int, int, int], dict[str, int]]:
+def folded_cut(b: int, k: int, p: int, splits: int, fold: bool, idle: int = 1) -> tuple[tuple[int, int, int], dict[str, int]]:
     """For a head of a sample, partial sums and the rows of its output weight. Few samples: many programs, which add up each for
-    itself.
+    itself; one in `idle` has something to do.
     """
     d, parts = k * p, min(256, max(16, plan.power_of_two(splits)))
-    span = over(over(d, 64), min(over(d, 64), over(plan.PROGRAMS, b * k))) * 64
+    span = over(over(d, 64), min(over(d, 64), over(idle * plan.PROGRAMS, b * k))) * 64
     shape = {"D": d, "K": k, "P": p, "WIDTH": plan.power_of_two(p), "PARTS": parts, "ROWS": 64, "SPAN": span}
     return (b, k, over(d, span) if fold else 1), shape
 
@@ -387,10 +387,11 @@ def gather(product: Tensor, weight_out: Tensor, form: Form) -> Tensor:
 
 @lru_cache(1024)
 def _plan_gather(b: int, d: int, k: int) -> Cut:
-    """Many rows at a time: what a program waits for is the first of its loads."""
+    """Every row at once, if so many fit: by a quarter of them at a time it took a third longer."""
     width = plan.power_of_two(d // k)
-    rows = max(16, min(plan.power_of_two(d), 8192 // width))
-    return planned((b, k), D=d, K=k, P=d // k, WIDTH=width, ROWS=rows, num_warps=max(1, rows * width // 1024))
+    rows = max(16, min(plan.power_of_two(d), 32768 // width))
+    warps = max(1, min(16, rows * width // 2048))
+    return planned((b, k), D=d, K=k, P=d // k, WIDTH=width, ROWS=rows, num_warps=warps)
 
 
 def pulls(kept: Kept, form: Form, weighted: bool) -> bool:

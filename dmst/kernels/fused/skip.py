@@ -168,7 +168,7 @@ def finish(
 
 @lru_cache(1024)
 def _plan_finish(form: Form, b: int, p: int, tiles: int, fold: bool) -> Cut:
-    grid, shape = calls.folded_cut(b, form.num_heads, p, tiles, fold)
+    grid, shape = calls.folded_cut(b, form.num_heads, p, tiles, fold, idle=4)  # where it pays, about one head in four is on
     return planned(grid, **shape, DELTA=bool(form.delta), FOLD=fold, MODE=MODES[form.mode], num_warps=8 if fold else 4)
 
 
