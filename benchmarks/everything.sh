@@ -31,10 +31,8 @@ check)
   done
   (sleep 200 && limited 300 compile-block "${blocks[@]}") &
   for part in 1 2 3 4 5 6 7; do
-    (
-      limited 380 "race-$part" compute-sanitizer --tool racecheck python3 benchmarks/sanitize.py --part $part/7
-      limited 170 "memory-$part" compute-sanitizer --tool memcheck python3 benchmarks/sanitize.py --part $part/7
-    ) &
+    limited 540 "race-$part" compute-sanitizer --tool racecheck python3 benchmarks/sanitize.py --part $part/7 &
+    limited 540 "memory-$part" compute-sanitizer --tool memcheck python3 benchmarks/sanitize.py --part $part/7 &
   done
   (sleep 60 && limited 480 repeats python3 benchmarks/repeats.py --json "$out/repeats.json") &
   wait

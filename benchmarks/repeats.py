@@ -37,6 +37,9 @@ CASES: list[tuple[str, int, int, str]] = [
     ("tssa", 64, 197, "bfloat16"),
     ("block", 256, 197, "float32"),  # the residual step, under autocast
     ("block", 64, 1024, "float32"),
+    ("silent:2", 256, 197, "bfloat16"),  # two heads on, the others left out: forward alone
+    ("silent:6", 256, 197, "bfloat16"),
+    ("silent:2", 64, 1024, "bfloat16"),
 ]
 DIM, HEADS = 384, 8
 
@@ -46,6 +49,10 @@ def made(what: str, dtype: torch.dtype) -> torch.nn.Module:
     if what == "block":
         return Block(model_config("dmst_small")).to("cuda", dtype)
     name, _, mode = what.partition(":")
+    if name == "silent":
+        layer = dmst.DMSA(DIM, HEADS, max_active_heads=int(mode)).to("cuda", dtype)
+        layer.skip_silent = True
+        return layer.requires_grad_(False)
     return dmst.operators.create(name, DIM, HEADS, **({"mode": mode} if mode else {})).to("cuda", dtype)
 
 
@@ -53,13 +60,16 @@ def repeat(what: str, b: int, n: int, dtype: torch.dtype, times: int) -> int:
     """In how many repeats something differed."""
     layer = made(what, dtype)
     call: Any = layer.attend if isinstance(layer, Block) else layer
-    z = torch.randn(b, n, DIM, device="cuda", dtype=dtype, requires_grad=True)
+    learns = not what.startswith("silent")
+    z = torch.randn(b, n, DIM, device="cuda", dtype=dtype, requires_grad=learns)
     pull = torch.randn_like(z)
     parameters = [p for name, p in layer.named_parameters() if not name.startswith("feedforward")]
 
     def step() -> tuple[Tensor, ...]:
-        with torch.autocast("cuda", torch.bfloat16, enabled=what == "block"):
+        with torch.autocast("cuda", torch.bfloat16, enabled=what == "block"), torch.set_grad_enabled(learns):
             out = call(z)
+        if not learns:
+            return (out,)
         return out.detach(), *torch.autograd.grad(out, (z, *parameters), pull.to(out.dtype))
 
     side = torch.cuda.Stream()

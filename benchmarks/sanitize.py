@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 import dmst
 from dmst.kernels import plan, step
-from dmst.kernels.fused import hopper
+from dmst.kernels.fused import few, hopper
 
 # samples, tokens, width, heads; odd ones, one token, short and long samples, narrow and wide heads
 SHAPES = [
@@ -61,9 +61,9 @@ def idle_kernel(out_ptr):
     gl.warp_specialize([(_store, (out_ptr, 0)), (_store, (out_ptr, 1)), (_store, (out_ptr, 2))], [4, 1], [240, 24])
 
 
-def layer_of(form: str, d: int, k: int, dtype: torch.dtype) -> torch.nn.Module:
+def layer_of(form: str, d: int, k: int, dtype: torch.dtype, **options: int | None) -> torch.nn.Module:
     name, _, mode = form.partition(":")
-    options = {"mode": mode} if mode else {}
+    options |= {"mode": mode} if mode else {}
     return dmst.operators.create(name, d, k, device="cuda", dtype=dtype, **options)
 
 
@@ -79,12 +79,14 @@ def idle() -> None:
 
 
 def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype) -> None:
-    layer = layer_of("dmsa:listing" if way == "silent" else form, d, k, dtype)
+    layer = layer_of(form, d, k, dtype)
     z = torch.randn(b, n, d, device="cuda", dtype=dtype, requires_grad=True)
     if way == "silent":
-        layer.skip_silent = True
-        with torch.no_grad():
-            assert torch.isfinite(layer(z)).all()
+        for most in (None, max(1, min(k, plan.FEW * k // d))):  # and so few that `few.py` serves, where it does
+            layer = layer_of("dmsa:listing", d, k, dtype, max_active_heads=most)
+            layer.skip_silent = True
+            with torch.no_grad():
+                assert torch.isfinite(layer(z)).all()
         return
     if way == "step":
         norm = (torch.ones(d, device="cuda", dtype=dtype), torch.zeros(d, device="cuda", dtype=dtype), 1e-6)
@@ -125,8 +127,8 @@ LIBRARY, DISPATCH = "kernels of the library", "the byte that tells a group of wa
 def _about(places: list[tuple[str, str, str, str]]) -> str:
     if all(kernel.startswith("nvjet") for _, kernel, _, _ in places):
         return LIBRARY
-    for file, kernel in ((Path(hopper.__file__), "hopper_kernel"), (Path(__file__), "idle_kernel")):
-        lines = file.read_text().splitlines()
+    for file, kernel in ((hopper.__file__, "hopper_kernel"), (few.__file__, "few_kernel"), (__file__, "idle_kernel")):
+        lines = Path(file).read_text().splitlines()
         head = next(i for i, line in enumerate(lines, 1) if line.startswith(f"def {kernel}("))
         call = next(i for i, line in enumerate(lines, 1) if i > head and "gl.warp_specialize(" in line)
         told = {("Read", str(head)), ("Write", str(head)), ("Write", str(call))}

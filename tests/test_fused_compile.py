@@ -168,7 +168,7 @@ for kernel, constants in (case for group in groups for case in CASES[group]):
     aligned = {place: [["tt.divisibility", 16]] for place in given}
     source = (GluonASTSource if gluon else ASTSource)(kernel, signature, places, aligned)
     options = {"maxnreg": 168} if kernel in (hopper.hopper_kernel, few.few_kernel) else {}
-    options["num_warps"] = 8 if kernel is few.few_kernel else 4
+    options["num_warps"] = 8 if kernel in (few.few_kernel, short.short_kernel) else 4
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert done.asm["cubin"], kernel
     assert done.metadata.shared + 1024 * gluon <= 227 * 1024, kernel
