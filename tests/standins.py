@@ -131,8 +131,10 @@ class Stream:
         pi = membership[..., None]
         s, early = (torch.where(pi > 0, s / pi, 0), s) if weighted else (s, pi * s)
         assert total.shape == (b, k, p) and total.dtype == torch.float32
-        if options["mode"] != "proximal":
-            torch.testing.assert_close(total, (widened(grad).view_as(s) * early).sum(1), rtol=1e-3, atol=1e-4)
+        if options["mode"] == "proximal":
+            g = 1 if gate is None else gate[..., None].square()
+            early = early / (1 + pi * (g * (1 if theta is None else theta) / (1 + g * second_moment))[:, None]).square()
+        torch.testing.assert_close(total, (widened(grad).view_as(s) * early).sum(1), rtol=1e-3, atol=1e-4)
         kept = (s.flatten(2), membership, second_moment, gate, divisor, theta)
         *found, dbias, _ = Resident.pull(grad, *kept, wants_bias=wants_bias, wants_update=False, **options)
         if dbias is not None:

@@ -136,7 +136,7 @@ def test_parity_of_long_samples(case: tuple, streams: bool, monkeypatch: pytest.
     """
     if not streams:
         monkeypatch.setattr(calls.stream, "serves", lambda *_: False)
-    for shape in ((2, 768, 384, 8), (70, 128, 64, 4)):
+    for shape in ((2, 768, 384, 8), (70, 128, 64, 4), (9, 768, 384, 8), (64, 768, 384, 8), (1, 8192, 384, 8)):
         made = there(case, shape, BF16)
         mine = stored(made, BF16)
         found = fused(mine, BF16)

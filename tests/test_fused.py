@@ -409,6 +409,7 @@ def test_what_the_first_product_weighs(case: tuple, unfolded: int, streams: bool
 def test_layouts_of_the_weights_on_their_way_to_hopper(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     weigh_early(monkeypatch)
     check_weights(draw(case, SMALL, F32, excited=True), F32)
+    check_wanted(draw(case, SMALL, F32))
 
 
 def test_a_weighted_token_of_no_membership(monkeypatch: pytest.MonkeyPatch) -> None:

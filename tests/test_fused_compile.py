@@ -37,8 +37,8 @@ BACK, ASSIGN = dict(TURNED, ASSIGN=1, GATED=True), dict(TURNED, Z=1, GATED=True)
 PLACE = dict(D=384, K=8, HEADS=8, SAMPLES=32, CHANNELS=64)
 UPDATE = dict(BLOCK, MODE=0, GATED=True, WEIGHTED=False, STAGES=2)
 UNFOLD = dict(D=384, K=8, P=48, WIDTH=64, ROWS=8, SAMPLES=4, MODE=0, GATED=True, STAGES=3)
-STREAM = dict(K=8, P=48, HEADS=4, WIDTH=64, TILES=4, WARPS=4, MODE=0, GATED=True, UNIFORM=False, SIGMOID=True, WEIGHTED=True,
-              BIAS=True)
+STREAM = dict(K=8, P=48, HEADS=4, WIDTH=64, TILES=stream.TILES, WARPS=stream.WARPS, MODE=0, GATED=True, UNIFORM=False,
+              SIGMOID=True, WEIGHTED=True, BIAS=True)
 ENERGY = dict(BLOCK, HEADS=8, NORMALIZE=True, SCORED=True)
 ONTO = dict(D=384, COLUMNS=192, P=48, BIAS=True, MOMENTS=False, BY_SAMPLE=False)
 PRODUCT = dict(ONTO, residual=None, keep_ptr=None, n=1)
@@ -58,7 +58,7 @@ CASES = {
                for m, b, t, l in ((0, True, 256, -1), (2, False, 128, 128))]
     + [(few.few_kernel, c) for c in (
         dict(FEW, tokens=256, theta_ptr=None),
-        dict(FEW, tokens=128, STAGES=4, MODE=2, DELTA=False, BIAS_IN=False, BIAS_OUT=False, bias_in_ptr=None,
+        dict(FEW, tokens=128, STAGES=4, K=3, P=128, MODE=2, DELTA=False, BIAS_IN=False, BIAS_OUT=False, bias_in_ptr=None,
              bias_out_ptr=None),
         dict(FEW, tokens=128, D=64, K=4, P=16, STAGES=1, BLOCKS=1, theta_ptr=None, b=1))]
     + [(active.gate_active_kernel, dict(K=8, ALL=8, GATE=1, ACTIVE=2, ROWS=1024)),
@@ -130,7 +130,7 @@ def kind(kernel, name, constants):
     if kernel is few.few_kernel and name in ("z", "out"):
         return f"tensordesc<bf16[1,{constants['tokens']},64],{few.SAMPLE!r}>"
     if kernel is few.few_kernel and name in ("weight_in", "weight_out"):
-        return f"tensordesc<bf16[16,64],{few.SWIZZLED!r}>"
+        return f"tensordesc<bf16[{min(constants['P'] & -constants['P'], 64)},64],{few.SWIZZLED!r}>"
     if name in ("out", "residual") and constants.get("wide"):  # z is float32
         return f"tensordesc<fp32[64,32],{hopper.WIDE!r}>"
     if name in ("x", "weight", "out", "residual"):
@@ -168,7 +168,7 @@ for kernel, constants in (case for group in groups for case in CASES[group]):
     aligned = {place: [["tt.divisibility", 16]] for place in given}
     source = (GluonASTSource if gluon else ASTSource)(kernel, signature, places, aligned)
     options = {"maxnreg": 168} if kernel in (hopper.hopper_kernel, few.few_kernel) else {}
-    options["num_warps"] = 8 if kernel in (few.few_kernel, short.short_kernel) else 4
+    options["num_warps"] = 8 if kernel in (few.few_kernel, short.short_kernel, stream.stream_kernel) else 4
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert done.asm["cubin"], kernel
     assert done.metadata.shared + 1024 * gluon <= 227 * 1024, kernel

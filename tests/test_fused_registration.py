@@ -91,6 +91,8 @@ def test_opcheck(case: tuple) -> None:
     some = [ask and index % 2 == 0 for index, ask in enumerate(there)]  # what is not wanted leaves as nothing
     for wanted in ([True, *there], [False, *some]) if case == FORMS[0] else ([False, *some],):
         opcheck(torch.ops.dmst.attend_backward.default, (made.grad, *tensors, *kept, wanted, text, step, dtype))
+    grads = torch.ops.dmst.attend_backward(made.grad, *tensors, *kept, [True] * (1 + len(there)), text, step, dtype)
+    assert [bool(grad.numel()) for grad in grads[1:]] == there and not registered._broken  # nothing of what is not there
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 24, 3), (0, 6, 24, 3)], ids=str)

@@ -103,7 +103,8 @@ def add_up(parts: dict[str, Tensor], weights: Weights | None = None) -> dict[str
     """Each a sum over its first axis, six at most by one launch; in the dtypes of the weights, or in float32."""
     if not parts:
         return {}
-    dtypes = {name: F32 if weights is None else getattr(weights, name).dtype for name in parts}
+    likes = {name: getattr(weights, name, None) for name in parts}  # None: it may be wanted of a weight that is not there
+    dtypes = {name: F32 if like is None else like.dtype for name, like in likes.items()}
     made = {name: torch.empty(part.shape[1:], device=part.device, dtype=dtypes[name]) for name, part in parts.items()}
     count = len(parts)
     spare = (None,) * (6 - count), (0,) * (6 - count)
@@ -306,25 +307,25 @@ def finish(
 ) -> tuple[Tensor, Tensor]:
     b, splits, k, p = energy.shape
     moment, divisor = partial_sums((b,), k, p, energy.device)
-    cut = _plan_finish(form, b, p, splits, gate is not None, folded is not None)
+    cut = _plan_finish(form, b, p, splits, gate is not None, folded is not None, plan.PROGRAMS)
     rest = (n, splits, form.delta, form.sign, *weight.stride())
     launch(finish_kernel, cut, energy, mass, moment, divisor, gate, weight, folded, *rest)
     return moment, divisor
 
 
 @lru_cache(1024)
-def _plan_finish(form: Form, b: int, p: int, splits: int, gated: bool, fold: bool) -> Cut:
-    grid, shape = folded_cut(b, form.num_heads, p, splits, fold)
+def _plan_finish(form: Form, b: int, p: int, splits: int, gated: bool, fold: bool, programs: int) -> Cut:
+    grid, shape = folded_cut(b, form.num_heads, p, splits, fold, programs)
     rest = {"DELTA": bool(form.delta), "FOLD": fold, "MODE": MODES[form.mode], "num_warps": 8}
     return planned(grid, **shape, **rest, UNIFORM=form.uniform_moment, GATED=gated)
 
 
-def folded_cut(b: int, k: int, p: int, splits: int, fold: bool, idle: int = 1) -> tuple[tuple[int, int, int], dict[str, int]]:
+def folded_cut(b: int, k: int, p: int, splits: int, fold: bool, programs: int) -> tuple[tuple[int, int, int], dict[str, int]]:
     """For a head of a sample, partial sums and the rows of its output weight. Few samples: many programs, which add up each for
-    itself; one in `idle` has something to do.
+    itself.
     """
     d, parts = k * p, min(256, max(16, plan.power_of_two(splits)))
-    span = over(over(d, 64), min(over(d, 64), over(idle * plan.PROGRAMS, b * k))) * 64
+    span = over(over(d, 64), min(over(d, 64), over(programs, b * k))) * 64
     shape = {"D": d, "K": k, "P": p, "WIDTH": plan.power_of_two(p), "PARTS": parts, "ROWS": 64, "SPAN": span}
     return (b, k, over(d, span) if fold else 1), shape
 

@@ -289,10 +289,12 @@ def _consume(
 
         sums = _begin(parts, bias_out_ptr, shared, barriers, done, 0, HALF, BIAS_OUT)
         for i in range(PIECES - 1):  # half as many registers wait for the page while the next products run
-            made = warpgroup_mma_wait(0, deps=(sums,)).to(page.dtype)
+            made = warpgroup_mma_wait(0, deps=(sums, parts[0], parts[1]))[0].to(
+                page.dtype
+            )  # the left side is in use until then
             sums = _begin(parts, bias_out_ptr, shared, barriers, done + i + 1, i + 1, HALF, BIAS_OUT)
             _leave(made, out, page, barriers, sample, i, done + i, BLOCKS)
-        made = warpgroup_mma_wait(0, deps=(sums,)).to(page.dtype)
+        made = warpgroup_mma_wait(0, deps=(sums, parts[0], parts[1]))[0].to(page.dtype)
         _leave(made, out, page, barriers, sample, PIECES - 1, done + PIECES - 1, BLOCKS)
         done += PIECES
         sample = _following(active_ptr, sample + gl.num_programs(0), b, K, P)
@@ -367,6 +369,7 @@ def attend(
 
     Weights are contiguous, both with a row for each column of s: s = z weight_in^T, and out = update weight_out.
     """
+    assert FEW.value == plan.FEW, "the kernel was defined for another number of columns"
     b, n, d = z.shape
     tokens, p = max(128, plan.power_of_two(n)), d // form.num_heads
     cut = _plan(z.get_device(), form, b, d, tokens, bias_in is not None, bias_out is not None)

@@ -149,11 +149,12 @@ def backward(
     tied = wanted.subspace and weights.out is None
     wants_out, pulls = bool(wanted.out or tied), calls.pulls(kept, form, weighted)
     dweight_out = total = None
-    if wants_out and weighted and b <= plan.UNFOLDED:
+    if weighted and b <= plan.UNFOLDED:  # whatever is wanted: it decides no bit of the others
         products = calls.products(dout, kept.projected)
-        dtype_out = F32 if weights.out is None or apart is not None else weights.out.dtype
-        dweight_out = calls.unfold(products, kept, form, dtype_out)
         total = calls.gather(products, weight_out, form)
+        if wants_out:
+            dtype_out = F32 if weights.out is None or apart is not None else weights.out.dtype
+            dweight_out = calls.unfold(products, kept, form, dtype_out)
         del products
     elif wants_out and not pulls:
         dweight_out = tokens_out.mT @ calls.update(kept, weights, form, sweep, weighted=weighted).flatten(0, 1)

@@ -162,13 +162,25 @@ def finish(
     made = torch.empty(b, *(k * p,) * (1 + fold), device=energy.device, dtype=weight.dtype if fold else F32)
     into = (None, made) if fold else (made, None)
     rest = (n, tiles, form.delta, form.sign, *weight.stride())
-    launch(finish_active_kernel, _plan_finish(form, b, p, tiles, fold), energy, mass, gate, active, theta, weight, *into, *rest)
+    launch(
+        finish_active_kernel,
+        _plan_finish(form, b, p, tiles, fold, plan.PROGRAMS),
+        energy,
+        mass,
+        gate,
+        active,
+        theta,
+        weight,
+        *into,
+        *rest,
+    )
     return made
 
 
 @lru_cache(1024)
-def _plan_finish(form: Form, b: int, p: int, tiles: int, fold: bool) -> Cut:
-    grid, shape = calls.folded_cut(b, form.num_heads, p, tiles, fold, idle=4)  # where it pays, about one head in four is on
+def _plan_finish(form: Form, b: int, p: int, tiles: int, fold: bool, programs: int) -> Cut:
+    programs *= 4  # where it pays, about one head in four is on
+    grid, shape = calls.folded_cut(b, form.num_heads, p, tiles, fold, programs)
     return planned(grid, **shape, DELTA=bool(form.delta), FOLD=fold, MODE=MODES[form.mode], num_warps=8 if fold else 4)
 
 
