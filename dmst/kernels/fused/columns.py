@@ -38,8 +38,12 @@ def _total(part_ptr, out_ptr, rows, columns, block, ROWS: tl.constexpr, COLUMNS:
     tl.store(out_ptr + column, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
+# what the compiler knew of one gradient's sizes would decide in which order it adds up the others, which go with it or not
+SIZES = [f"{kind}{place}" for kind in "rc" for place in range(6)]
+
+
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def totals_kernel(
     p0, p1, p2, p3, p4, p5, o0, o1, o2, o3, o4, o5, r0, r1, r2, r3, r4, r5, c0, c1, c2, c3, c4, c5,
     COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
