@@ -75,7 +75,8 @@ CASES = {
     + [(stream.stream_kernel, c) for c in (STREAM, dict(STREAM, WEIGHTED=False, MODE=2, SIGMOID=False, K=7))],
     # by sample and without factors it takes no more memory: of half as many pieces
     "onto": [(hopper.hopper_kernel, dict(ONTO, D=192 if by_sample or keep else 384, BY_SAMPLE=by_sample, wide=wide, **keep))
-             for by_sample in (False, True) for wide in (False, True) for keep in ({}, dict(keep_ptr=None, n=1))],
+             for by_sample, wide, keep in ((False, False, {}), (False, True, dict(keep_ptr=None, n=1)), (True, True, {}),
+                                           (True, False, dict(keep_ptr=None, n=1)))],
     "score": [(score.score_kernel, c) for c in (
         SCORE, dict(SCORE, K=3, BIAS=True, ASSIGN=0, Z=2), dict(SCORE, Z=0, ROTARY=False, SIGMOID=False),
         dict(SCORE, Z=3, ASSIGN=3, LEVEL=False, K=12, D=100))],
