@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from dmst import kernels, rotary, use_kernels
-from dmst.kernels import Weights, choice, plan, reference
+from dmst.kernels import Form, Weights, choice, plan, reference
 from dmst.operators import DMSA
 from tests.cases import label, relative
 
@@ -96,6 +96,25 @@ def check_active(made: Layer, dtype: torch.dtype, active: int) -> Tensor:
     found = attend(made, dtype)
     check({"output": found}, made, dtype, some=True)
     return found
+
+
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_output_weights_in_blocks_of_rows(leaves_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W_b of a wide layer: several programs a head, each with more rows than it takes at a time."""
+    monkeypatch.setattr(plan, "PROGRAMS", 5 if leaves_out else 20)
+    b, k, p, form = 2, 5, 64, Form(5)
+    energy, mass, gate = torch.rand(b, 5, k, p), torch.rand(b, 5, k), torch.rand(b, k)
+    weight, folded = torch.randn(k * p, k * p), torch.full((b, k * p, k * p), torch.nan)
+    (_, _, blocks), shape = calls.folded_cut(b, k, p, 5, True, 20)
+    assert (blocks, shape["SPAN"], shape["ROWS"]) == (2, 192, 64)
+    if leaves_out:
+        active = torch.tensor([[k, *range(k)]] * b, dtype=torch.int32)
+        folded = skip.finish(energy, mass, gate, active, None, weight, 7, form, True)
+    else:
+        calls.finish(energy, mass, gate, weight, folded, 7, form)
+    moment = energy.sum(1) / (mass.sum(1) + form.delta)[..., None]
+    c = form.sign * gate[..., None] / (1 + gate[..., None].square() * moment)
+    torch.testing.assert_close(folded, weight * c.flatten(1)[:, None])
 
 
 # --- parity -----------------------------------------------------------------------------------------------------------

@@ -351,7 +351,7 @@ def _plan_update(form: Form, b: int, d: int, sweep: plan.Sweep, gated: bool, wei
 
 
 def products(dout: Tensor, weighted: Tensor) -> Tensor:
-    """dout_b^T pi s (b, d, d). Few samples go in pieces: of a sum over so many tokens the library makes too few programs."""
+    """dout_b^T pi s (b, d, d). Few samples go in pieces: the library is slower at sums over more tokens."""
     b, n, d = dout.shape
     pieces = plan.pieces(b, n)
     cut = (b * pieces, n // pieces, d)
