@@ -5,7 +5,7 @@
 #     DMST_COMMIT=abc1234 benchmarks/everything.sh models OUT    nothing else runs: whole networks
 #     DMST_COMMIT=abc1234 benchmarks/everything.sh layers OUT    the same: layers, blocks, tokens, silent heads
 #
-# What is there when the time is up is in OUT. `models` after `check` on the same machine finds its networks compiled; alone it
+# NETWORKS= compiles none. What is there when the time is up is in OUT. `models` after `check` on the same machine finds its networks compiled; alone it
 # takes longer. Of `dmst bench operators`, last, the rows of its targets come first, those that are compiled last.
 set -uo pipefail
 case "${1:-}" in check | models | layers) stage=$1 ;; *) echo "usage: $0 check|models|layers OUT" >&2 && exit 2 ;; esac
@@ -26,7 +26,7 @@ blocks=(python3 benchmarks/block.py --shapes 256x197 64x1024 4x16384 --streams f
 case $stage in
 check)
   limited 560 tests python3 tests/gpu.py --processes 12 --seconds 545 --commit "${DMST_COMMIT:-unknown}" --out "$out/tests.txt" &
-  for network in dmst_small vit_small:dmsa vit_small timm:vit_small_patch16_224 timm:xcit_small_12_p16_224; do
+  for network in ${NETWORKS-dmst_small vit_small:dmsa vit_small timm:vit_small_patch16_224 timm:xcit_small_12_p16_224}; do
     limited 400 "compile-$network" python3 -m dmst bench models --sizes 224 --only $network --out "$logs/$network.json" &
   done
   (sleep 200 && limited 300 compile-block "${blocks[@]}") &
@@ -52,7 +52,7 @@ models)
   ;;
 layers)
   limited 75 block "${blocks[@]}" --json "$out/block.json"
-  limited 40 tokens python3 benchmarks/tokens.py --json "$out/tokens.json"
+  limited 90 tokens python3 benchmarks/tokens.py --json "$out/tokens.json"
   limited 60 silent python3 benchmarks/silent.py --dims 384 --active 8 4 2 1 --json "$out/silent.json"
   limited 215 operators python3 -m dmst bench operators --out "$out/operators.json" --limit "${OPERATORS_LIMIT:-200}"
   grep -hE "│ (compiled|recorded|forward|kept|peak)|no time|parity failed" "$logs"/operators

@@ -39,7 +39,9 @@ CASES: list[tuple[str, int, int, str]] = [
     ("block", 64, 1024, "float32"),
     ("silent:2", 256, 197, "bfloat16"),  # two heads on, the others left out: forward alone
     ("silent:6", 256, 197, "bfloat16"),
-    ("silent:2", 64, 1024, "bfloat16"),
+    ("silent:2", 64, 1024, "bfloat16"),  # by the copy engine
+    ("silent:4", 4, 16384, "bfloat16"),
+    ("silent:2", 16, 1000, "bfloat16"),  # in plain Triton
 ]
 DIM, HEADS = 384, 8
 

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 import dmst
 from dmst.kernels import plan, step
-from dmst.kernels.fused import few, hopper
+from dmst.kernels.fused import active_hopper, few, hopper
 
 # samples, tokens, width, heads; odd ones, one token, short and long samples, narrow and wide heads
 SHAPES = [
@@ -121,13 +121,20 @@ def read(logs: list[Path]) -> int:
     return sum(count for about, count in found.items() if about not in (LIBRARY, DISPATCH))
 
 
+TOLD = (  # kernels with groups of warps
+    (hopper.__file__, "hopper_kernel"),
+    (few.__file__, "few_kernel"),
+    (active_hopper.__file__, "project_hopper_kernel"),
+    (active_hopper.__file__, "fold_out_hopper_kernel"),
+    (__file__, "idle_kernel"),
+)
 LIBRARY, DISPATCH = "kernels of the library", "the byte that tells a group of warps what to do"
 
 
 def _about(places: list[tuple[str, str, str, str]]) -> str:
     if all(kernel.startswith("nvjet") for _, kernel, _, _ in places):
         return LIBRARY
-    for file, kernel in ((hopper.__file__, "hopper_kernel"), (few.__file__, "few_kernel"), (__file__, "idle_kernel")):
+    for file, kernel in TOLD:
         lines = Path(file).read_text().splitlines()
         head = next(i for i, line in enumerate(lines, 1) if line.startswith(f"def {kernel}("))
         call = next(i for i, line in enumerate(lines, 1) if i > head and "gl.warp_specialize(" in line)
@@ -148,7 +155,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/sanitize.py needs a CUDA device.")
     part, parts = map(int, ask.part.split("/"))
-    usual = plan.BY_HAND, plan.BUSY
+    usual, plan.BY_ENGINE = (plan.BY_HAND, plan.BUSY), 0
     for way in ask.ways:
         if way == "idle":
             idle()

@@ -5,7 +5,8 @@
 
 Each image has its own active heads: a cap on scores that lie close together leaves just so many on. "floor" is the two
 projections alone. A row is written as soon as it is measured; a row whose two outputs differ by more than 1 % has no ratio.
-`--folds` says from how many tokens a channel on each sample has an output weight (plan.FOLDS); 0 is always, 1000 never.
+`--folds` says from how many tokens a channel on each sample has an output weight (plan.FOLDS, plan.FOLDS_BY_ENGINE); 0 is
+always, 1000 never.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def main() -> None:
     parse.add_argument("--active", nargs="+", type=int, default=[8, 6, 4, 2, 1])
     parse.add_argument("--heads", type=int, default=8)
     parse.add_argument("--mode", default="listing", choices=("listing", "equation", "proximal"))
-    parse.add_argument("--folds", type=float, default=plan.FOLDS)
+    parse.add_argument("--folds", type=float)
     parse.add_argument("--sweep", action="store_true", help="over tiles, in place of the table")
     parse.add_argument("--tiles", help="for the sweep: a list of [tokens, columns, depth, warps, stages]")
     parse.add_argument("--json", type=Path, help="write the rows here too")
@@ -175,12 +176,14 @@ def main() -> None:
     ask.device = "cuda" if torch.cuda.is_available() else "cpu"
     ask.clock = "graph" if ask.device == "cuda" else "eager"
     ask.tiles = [Product(*tile) for tile in json.loads(ask.tiles)] if ask.tiles else TILES
-    plan.FOLDS = ask.folds
+    if ask.folds is not None:
+        plan.FOLDS = plan.FOLDS_BY_ENGINE = ask.folds
     warnings.filterwarnings("error", "The kernels that leave silent heads out")  # a time of the dense layer is none of theirs
     if ask.device == "cpu":
         print("No CUDA device here: these are times of the CPU, which leaves silent heads out by itself.")
     rows: list[dict[str, Any]] = []
     facts = {
+        "folds": [plan.FOLDS, plan.FOLDS_BY_ENGINE],
         "commit": provenance.commit(),
         "device": torch.cuda.get_device_name() if ask.device == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -193,7 +196,7 @@ def main() -> None:
                     rows.append(row)
                     print(told(row), flush=True)
                     if ask.json:
-                        ask.json.write_text(json.dumps({**facts, "folds": ask.folds, "rows": rows}, indent=1) + "\n")
+                        ask.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     print(f"{time.perf_counter() - begun:.0f} s")
 
 

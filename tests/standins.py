@@ -171,3 +171,42 @@ class Few:
                 update = Resident.settle(*given, **options)[0][0].to(z.dtype)
                 made = widened(update) @ widened(weight_out[rows])
             out[i] = (made if bias_out is None else made + widened(bias_out)).to(out.dtype)
+
+
+class Engine:
+    """`dmst.kernels.fused.active_hopper` in plain torch: as wide as the kernels read and write, NaN beyond."""
+
+    @staticmethod
+    def serves(device: Any, dtype: torch.dtype, d: int, p: int) -> bool:
+        return d % 64 == 0
+
+    @staticmethod
+    def project(
+        z: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor, active: Tensor, weighted: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert z.is_contiguous() and weight.is_contiguous() and membership.is_contiguous()
+        (b, n, d), k = z.shape, membership.shape[-1]
+        p = d // k
+        s, energy, mass = z.new_full((b, n, d), torch.nan), torch.full((b, 2, d), torch.nan), torch.full((b, 2, k), torch.nan)
+        for i, (count, *heads) in enumerate(active.tolist()):
+            on = torch.tensor(heads[:count], dtype=torch.long)
+            rows = (on[:, None] * p + torch.arange(p)).flatten()
+            made = widened(z[i]) @ widened(weight[rows]).mT
+            made = made if bias is None else made + widened(bias[rows])
+            pi = membership[i][:, on]
+            weighed = pi.repeat_interleave(p, 1) * made
+            s[i, :, : (count * p + 63) // 64 * 64] = 0
+            s[i, :, : count * p] = (weighed if weighted else made).to(s.dtype)
+            for part, tokens in enumerate((slice(0, n // 2), slice(n // 2, n))):
+                energy[i, part, : count * p] = (weighed * made)[tokens].sum(0)
+                mass[i, part, :count] = pi[tokens].sum(0)
+        return s, energy.view(b, 2, k, p), mass
+
+    @staticmethod
+    def fold_out(s: Tensor, weights: Tensor, bias: Tensor | None, active: Tensor) -> Tensor:
+        out, p = torch.empty_like(s), s.shape[-1] // (active.shape[1] - 1)
+        for i, count in enumerate(active[:, 0].tolist()):
+            wide = (count * p + 63) // 64 * 64
+            made = widened(s[i, :, :wide]) @ widened(weights[i, :, :wide]).mT
+            out[i] = (made if bias is None else made + widened(bias)).to(out.dtype)
+        return out

@@ -13,7 +13,7 @@ from dmst.operators import DMSA
 
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
 
-from dmst.kernels.fused import calls, few, layer, skip
+from dmst.kernels.fused import active_hopper, calls, few, layer, skip
 from tests.cases import relative
 from tests.standins import Few
 from tests.test_fused import BF16, F16, F32, Layer, check, guarded
@@ -27,6 +27,7 @@ from tests.test_fused_active import (
     gates,
     mixed,
     route,
+    tiles_alone,
     whole_alone,
 )
 
@@ -325,3 +326,120 @@ def test_few_heads_keep_a_nan_to_its_sample() -> None:
     others = [i for i in range(300) if i not in (token, gate)]
     assert torch.equal(args[9][others].nan_to_num(12345.0), clean[others].nan_to_num(12345.0))
     assert args[9][[token, gate]].isnan().all()
+
+
+# --- the products of long samples -------------------------------------------------------------------------------------
+
+LENGTHS = (1, 64, 257, 640, 1025)
+DIVIDED = [(384, 24), (384, 8), (384, 6), (384, 4), (384, 2), (320, 5), (256, 4), (256, 2), (192, 4), (64, 4), (64, 1)]  # d, k
+
+
+def on_engine(d: int, p: int, dtype: torch.dtype) -> None:
+    if not active_hopper.serves(torch.device("cuda", torch.cuda.current_device()), dtype, d, p):
+        pytest.skip(f"{torch.cuda.get_device_name()} is no Hopper GPU, or this Triton's Gluon is not one that was read")
+
+
+def through(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = x.float() @ weight.float().mT
+    return out if bias is None else out + bias.float()
+
+
+def folded_of(active: Tensor, d: int, dtype: torch.dtype) -> Tensor:
+    """An output weight a sample: as many columns as its heads have, zeros up to a multiple of 64, NaN."""
+    p, (b, _) = d // (active.shape[1] - 1), active.shape
+    folded = torch.randn(b, d, d, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) * d**-0.5
+    column, total = torch.arange(d, device="cuda"), active[:, :1] * p
+    folded = torch.where((column < total)[:, None], folded, 0.0)
+    return torch.where((column < (total + 63) // 64 * 64)[:, None], folded, torch.nan).to(dtype)
+
+
+def check_products(given: list[Any], dtype: torch.dtype, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Both products against plain torch, sample by sample; every buffer starts as NaN, and silent columns stay so."""
+    z, membership, gate, active, _, weight, _, bias_in, bias_out, *_ = given
+    (b, _, d), k = z.shape, gate.shape[1]
+    p = d // k
+    folded = folded_of(active, d, dtype)
+    with monkeypatch.context() as spoilt:
+        spoilt.setattr(active_hopper, "torch", _Spoiled([]))
+        s, energy, mass = active_hopper.project(z, weight, bias_in, membership, active, weighted)
+        out = active_hopper.fold_out(s, folded, bias_out, active)
+    torch.cuda.synchronize()
+    assert out.isfinite().all()
+    for i in range(b):
+        count = int(active[i, 0])
+        total, wide = count * p, (count * p + 63) // 64 * 64
+        on = active[i, 1 : 1 + count].long()
+        rows = (on[:, None] * p + torch.arange(p, device="cuda")).flatten()
+        right = through(z[i], weight[rows], None if bias_in is None else bias_in[rows])
+        pi = membership[i, :, on].repeat_interleave(p, 1)
+        assert s[i, :, wide:].isnan().all()
+        assert energy[i].flatten(1)[:, wide:].isnan().all()
+        assert not s[i, :, total:wide].any()
+        if count:
+            assert relative(s[i, :, :total], right * pi if weighted else right) < BAR[dtype]
+            assert relative(energy[i].flatten(1)[:, :total].sum(0), (pi * right.square()).sum(0)) < 1e-5
+            assert relative(mass[i, :, :count].sum(0), membership[i, :, on].sum(0)) < 1e-6
+        wanted = through(s[i, :, :total], folded[i, :, :total], bias_out)
+        assert relative(out[i], wanted) < BAR[dtype] if wanted.any() else not out[i].any()
+    return [s, energy, mass, out]
+
+
+@tiles_alone
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(("d", "k"), DIVIDED, ids=str)
+def test_products_alone(d: int, k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 16 to 192 channels, each number of them on, samples that end in the midst of a tile."""
+    on_engine(d, d // k, dtype)
+    for n in LENGTHS:
+        check_products(by_hand((k + 2, n, d, k), dtype, bias=n != 640), dtype, dtype == BF16, monkeypatch)
+
+
+@tiles_alone
+@pytest.mark.parametrize("shape", [(300, 257, 384, 8), (64, 1024, 384, 8), (4, 16384, 384, 8), (500, 300, 64, 4)], ids=str)
+def test_products_of_many_samples_a_program(shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings and parities go on from one sample to the next, of any number of heads; a hundred times the same."""
+    on_engine(shape[2], shape[2] // shape[3], BF16)
+    given = by_hand(shape, BF16)
+    first = check_products(given, BF16, True, monkeypatch)
+    z, membership, _, active, _, weight, _, bias_in, bias_out, *_ = given
+    folded = folded_of(active, shape[2], BF16)
+    wide = (active[:, 0] * (shape[2] // shape[3]) + 63) // 64 * 64
+    real = torch.arange(shape[2], device="cuda") < wide[:, None, None]
+    for _ in range(100):
+        s, *_ = active_hopper.project(z, weight, bias_in, membership, active, True)
+        assert torch.equal(torch.where(real, s, 0.0), torch.where(real, first[0], 0.0))
+        assert torch.equal(active_hopper.fold_out(s, folded, bias_out, active), first[3])
+
+
+@tiles_alone
+def test_products_read_nothing_of_silent_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_engine(384, 48, BF16)
+    given = by_hand((20, 1000, 384, 8), BF16)
+    gate = torch.zeros_like(given[2])
+    gate[:, [2, 7]] = 0.4
+    gate[::3, 2] = 0.0
+    given[2], given[3] = gate, listed(gate)
+    silent = [c for c in range(384) if c // 48 not in (2, 7)]
+    for place in (5, 7):
+        given[place][silent] = torch.nan
+    given[1][:, :, [0, 1, 3, 4, 5, 6]] = torch.nan
+    check_products(given, BF16, True, monkeypatch)
+
+
+@tiles_alone
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_long_samples_of_any_number_of_heads(mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer, against float64, by the engine; buffers of NaN give the same bits."""
+    monkeypatch.setattr(plan, "BY_ENGINE", 0)
+    for n, d, k in ((800, 384, 8), (1025, 192, 12), (300, 256, 4)):
+        on_engine(d, d // k, dtype)
+        made = mixed((12, n, d, k), dtype, 16, mode=mode, bias=mode != "equation").map(lambda x: x.cuda())
+        right = attend(made, dtype)
+        check({"output": right}, made, dtype, some=True)
+        low = stored(made, dtype)
+        right = attend(low, dtype)
+        with monkeypatch.context() as spoilt:
+            for module in (layer, calls, skip, active_hopper):
+                spoilt.setattr(module, "torch", _Spoiled([]))
+            assert torch.equal(attend(low.map(guarded), dtype), right)

@@ -24,7 +24,7 @@ from tests.cases import label, relative
 pytest.importorskip("triton", reason="Triton is not installed (it is for Linux only)")
 
 from dmst.kernels.fused import calls, casts, layer, skip
-from tests.standins import Few
+from tests.standins import Engine, Few
 from tests.test_fused import F16, F32, LAST_GRID, Layer, _Counted, _Poisoned, check, draw, guarded, strided
 
 pytestmark = [
@@ -125,7 +125,7 @@ def test_output_weights_in_blocks_of_rows(leaves_out: bool, monkeypatch: pytest.
 def test_parity(shape: tuple, active: int, mode: str) -> None:
     """Samples of one short tile and of several; an output weight a sample (n = 130 and d = 48) or not."""
     made = capped(shape, active, mode=mode)
-    assert plan.folds(*shape[1:3]) == (shape[1] == 130)
+    assert plan.folds(*shape[1:3], False) == (shape[1] == 130)
     check_active(made, F32, active)
     if active == 2:
         assert len({tuple(row) for row in (gates(made) != 0).tolist()}) == 2  # each sample its own
@@ -260,6 +260,42 @@ def test_few_heads_may_be_none_and_a_nan_is_none_of_them(few: list[Tensor]) -> N
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
+
+
+# --- long samples by the copy engine ----------------------------------------------------------------------------------
+
+
+@tiles_alone
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n", [9, 200])
+def test_long_samples_by_the_engine(mode: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of any number of heads, with an output weight each and without; every buffer starts as NaN."""
+    made = mixed((6, n, 128, 8), size=16, mode=mode, bias=mode != "equation")
+    right, calls_of = attend(made), []
+    assert len(set((gates(made) != 0).sum(-1).tolist())) > 1
+
+    class Watched(Engine):
+        @staticmethod
+        def fold_out(*args: Any) -> Tensor:
+            calls_of.append("out")
+            return Engine.fold_out(*args)
+
+        @staticmethod
+        def project(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            calls_of.append("in")
+            return Engine.project(*args)
+
+    monkeypatch.setattr(skip, "active_hopper", Watched)
+    monkeypatch.setattr(plan, "BY_ENGINE", 6 * n)
+    for module in (layer, calls, skip):
+        monkeypatch.setattr(module, "torch", _Spoiled([]))
+    found = attend(made.map(guarded))
+    assert relative(found, right) < 1e-6
+    check({"output": found}, made, some=True)
+    assert calls_of == (["in", "out"] if n == 200 and mode != "proximal" else ["in"])  # 128 channels
+    monkeypatch.setattr(plan, "BY_ENGINE", 6 * n + 1)
+    attend(made)
+    assert len(calls_of) <= 2
 
 
 class _Spoiled(_Poisoned):

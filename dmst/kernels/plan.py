@@ -16,11 +16,13 @@ STEP = 32  # tokens in one rotary step: a tile of the score kernels lies within 
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
 ASSIGN_PROGRAMS = 132  # rows of partial sums for the gradient of `assign`
 POSITION_PROGRAMS = 528  # the same by position: four a processor, each with a run of positions
-FOLDS = 2  # times as many tokens as channels, from which each sample has an output weight where silent heads are left out
+FOLDS = 2.0  # times as many tokens as channels, from which each sample has an output weight where silent heads are left out
+FOLDS_BY_ENGINE = 1.5  # the same with the products of the copy engine
 FOLDED = 4  # samples at most, each with an output product of its own
 UNFOLDED = 64  # samples at most whose products with dout give the output weight's gradient, and A of the adjoint
 PIECE = 4096  # tokens: sixteen products of so many took the library 35 us, four of four times as many 47, one of all 42
 BY_HAND = 16384  # rows from which our own product serves
+BY_ENGINE = 32768  # the same where silent heads are left out
 BUSY = 16384  # tokens from which a device has more to do than the host that launches its kernels one by one
 NORM_PROGRAMS = 4224  # rows of partial sums for the gradients of a norm's weights
 WIDEST = 128  # of one head
@@ -166,6 +168,11 @@ def by_hand(rows: int) -> bool:
     return rows >= BY_HAND
 
 
+def by_engine(rows: int) -> bool:
+    """Whether the products that leave silent heads out are the faster ones by the copy engine."""
+    return rows >= BY_ENGINE
+
+
 class Product(NamedTuple):
     """A tile of one of the two products that leave silent heads out: tokens by columns, in steps of `depth`."""
 
@@ -233,6 +240,6 @@ def short(n: int, d: int, dtype: torch.dtype) -> Short | None:
     )  # fmt: skip
 
 
-def folds(n: int, d: int) -> bool:
+def folds(n: int, d: int, by_engine: bool) -> bool:
     """Whether samples are long enough for an output weight each, where silent heads are left out."""
-    return n >= FOLDS * d
+    return n >= (FOLDS_BY_ENGINE if by_engine else FOLDS) * d

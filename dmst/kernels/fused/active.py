@@ -129,14 +129,19 @@ def finish_active_kernel(
     SPAN: tl.constexpr, DELTA: tl.constexpr, FOLD: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """One active head of one sample: rows of sums, `PARTS` at a time, to c (b, d); with `FOLD` `SPAN` rows of W_b (b, d, d)
-    instead.
+    instead, with zeros behind the last head up to a multiple of 64, if D is one.
     """
     sample, slot = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if slot >= tl.load(active_ptr + sample * (K + 1)):
+    count, head = tl.load(active_ptr + sample * (K + 1)), tl.load(active_ptr + sample * (K + 1) + 1 + slot)
+    if slot >= count:
         return
-    head = tl.load(active_ptr + sample * (K + 1) + 1 + slot)
     channel = tl.arange(0, WIDTH)
     inside = channel < P
+    gate = tl.load(gate_ptr + sample * K + head)
+    if FOLD:  # all that can be is asked for before the sums are waited for
+        row, last = tl.program_id(2) * SPAN + tl.arange(0, ROWS), tl.minimum((tl.program_id(2) + 1) * SPAN, D)
+        weight_ptr += (head * P + channel[None, :]) * weight_column
+        w = tl.load(weight_ptr + row[:, None] * weight_row, mask=(row[:, None] < last) & inside[None, :], other=0.0)
     energy = tl.zeros((PARTS, WIDTH), tl.float32)
     mass = tl.zeros((PARTS,), tl.float32)
     for first in range(0, tiles, PARTS):
@@ -147,18 +152,19 @@ def finish_active_kernel(
         energy += tl.load(energy_ptr + place, mask=real[:, None] & inside[None, :], other=0.0)
         mass += tl.load(mass_ptr + at * K + slot, mask=real, other=0.0)
     moment = tl.sum(energy, 0) / _divisor(tl.sum(mass, 0), n, delta, False, DELTA)
-    gate = tl.load(gate_ptr + sample * K + head)
     theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
     c = factor(attenuation(moment, gate), gate, theta, sign, MODE)
     if FOLD:
-        begin = tl.program_id(2) * SPAN
-        for first in tl.range(0, SPAN, ROWS, num_stages=3):
-            row = begin + first + tl.arange(0, ROWS)
-            real = (row[:, None] < D) & inside[None, :]
-            w = weight_ptr + row[:, None] * weight_row + (head * P + channel[None, :]) * weight_column
-            w = tl.load(w, mask=real, other=0.0).to(tl.float32)
-            at = (sample * D + row[:, None]) * D + slot * P + channel[None, :]
-            tl.store(folded_ptr + at, (w * c[None, :]).to(folded_ptr.dtype.element_ty), mask=real)
+        rest = count * P + tl.arange(0, 64)  # zeros, as `active_hopper.py` reads them
+        behind = (rest < (count * P + 63) // 64 * 64) & (slot == count - 1)
+        for _ in range(0, SPAN, ROWS):
+            real, at = row[:, None] < last, folded_ptr + (sample * D + row[:, None]) * D
+            here = (w.to(tl.float32) * c[None, :]).to(folded_ptr.dtype.element_ty)
+            tl.store(at + slot * P + channel[None, :], here, mask=real & inside[None, :])
+            if D % 64 == 0:
+                tl.store(at + rest[None, :], 0.0, mask=real & behind[None, :])
+            row += ROWS
+            w = tl.load(weight_ptr + row[:, None] * weight_row, mask=(row[:, None] < last) & inside[None, :], other=0.0)
     else:
         tl.store(factor_ptr + sample * D + slot * P + channel, c, mask=inside)
 

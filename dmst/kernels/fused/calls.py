@@ -316,7 +316,7 @@ def finish(
 @lru_cache(1024)
 def _plan_finish(form: Form, b: int, p: int, splits: int, gated: bool, fold: bool, programs: int) -> Cut:
     grid, shape = folded_cut(b, form.num_heads, p, splits, fold, programs)
-    rest = {"DELTA": bool(form.delta), "FOLD": fold, "MODE": MODES[form.mode], "num_warps": 8}
+    rest = {"DELTA": bool(form.delta), "FOLD": fold, "MODE": MODES[form.mode], "num_warps": 4}
     return planned(grid, **shape, **rest, UNIFORM=form.uniform_moment, GATED=gated)
 
 

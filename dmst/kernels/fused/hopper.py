@@ -130,7 +130,8 @@ def _multiply(
         mbarrier.wait(full.index(WHICH * SLOTS + mine % SLOTS), (mine // SLOTS) & 1)
         mbarrier.wait(weight_full.index(k), turn)
         x = ring.index(piece % SLOTS)
-        sums = warpgroup_mma(x, weights.index(k + zero).permute((1, 0)), sums, use_acc=k > 0, is_async=True)
+        w = weights.index(k + zero) if weights.shape[1] == MOST else weights.index(k + zero).slice(0, MOST)
+        sums = warpgroup_mma(x, w.permute((1, 0)), sums, use_acc=k > 0, is_async=True)
         if COLUMNS == 192:
             others = warpgroup_mma(x, rests.index(k + zero).permute((1, 0)), others, use_acc=k > 0, is_async=True)
         if k > 0:
@@ -144,14 +145,21 @@ def _multiply(
     else:
         sums = warpgroup_mma_wait(0, deps=(sums,))
     _release(empty, weight_empty, (tile * ALL + PIECES - 1) % SLOTS, PIECES - 1, done, BY_SAMPLE)
+    return _parts(sums, others, COLUMNS)
+
+
+@gluon.jit
+def _parts(sums, others, COLUMNS: gl.constexpr):
+    """The sums of a tile in parts of 64 columns: `others` are the last of 192."""
+    PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     if COLUMNS == 64:
-        pieces = (sums,)
+        parts = (sums,)
     else:
         left, right = sums.reshape([64, 2, 64]).permute(0, 2, 1).split()
-        pieces = (gl.convert_layout(left, PIECE, assert_trivial=True), gl.convert_layout(right, PIECE, assert_trivial=True))
+        parts = (gl.convert_layout(left, PIECE, assert_trivial=True), gl.convert_layout(right, PIECE, assert_trivial=True))
     if COLUMNS == 192:
-        pieces += (others,)
-    return pieces
+        parts += (others,)
+    return parts
 
 
 @gluon.jit
@@ -316,6 +324,24 @@ def _consume(
     tma.store_wait(0)
 
 
+@gluon.jit
+def _barriers(SLOTS: gl.constexpr, WEIGHTS: gl.constexpr):
+    """For tokens, "it is there" by consumer and "it is given back", and for the weight, which both consumers give back."""
+    full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    weight_full = gl.allocate_shared_memory(gl.int64, [WEIGHTS, 1], mbarrier.MBarrierLayout())
+    weight_empty = gl.allocate_shared_memory(gl.int64, [WEIGHTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(SLOTS + i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for k in gl.static_range(WEIGHTS):
+        mbarrier.init(weight_full.index(k), count=1)
+        mbarrier.init(weight_empty.index(k), count=2)
+    fence_async_shared()
+    return full, empty, weight_full, weight_empty
+
+
 @launched
 @gluon.jit
 def hopper_kernel(
@@ -338,21 +364,9 @@ def hopper_kernel(
     rests = gl.allocate_shared_memory(x.dtype, [PIECES, 64, 64], x.layout) if COLUMNS == 192 else weights
     page0 = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout) if residual is None else ring
     page1 = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout) if residual is None else ring
-    full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    weight_full = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
-    weight_empty = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(full.index(SLOTS + i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for k in gl.static_range(PIECES):
-        mbarrier.init(weight_full.index(k), count=1)
-        mbarrier.init(weight_empty.index(k), count=2)
-    fence_async_shared()
+    barriers = _barriers(SLOTS, PIECES)
 
     shared = (ring, weights, rests)
-    barriers = (full, empty, weight_full, weight_empty)
     work = (first, last, tiles, pairs, block)
     given = (out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, residual, keep_ptr, n)
     gl.warp_specialize(
@@ -428,12 +442,17 @@ def _groups(index: int, d: int, columns: int) -> int:
 
 
 def _tiles(rows: int, n: int, groups: int) -> int:
-    """The tiles of a run, all in one sample: the longest run that leaves the busiest program at most 1/16 more to do than
-    another would. Short runs leave many rows of sums: half a million tokens by single tiles took three times as long.
+    """The tiles of a run, all in one sample."""
+    return longest({tiles: over(rows, 128 * tiles) for tiles in (8, 4, 2, 1) if n // 64 % tiles == 0}, groups)
+
+
+def longest(pairs: dict[int, int], groups: int) -> int:
+    """The longest run that leaves the busiest program at most 1/16 more to do than another would, of those that are given with
+    how many pairs of them there are. Short runs leave many rows of sums: half a million tokens by single tiles took three
+    times as long.
     """
-    fit = [tiles for tiles in (8, 4, 2, 1) if n // 64 % tiles == 0]
-    most = {tiles: over(over(rows, 128 * tiles), groups) * tiles for tiles in fit}
-    return next(tiles for tiles in fit if 16 * most[tiles] <= 17 * min(most.values()))
+    most = {tiles: over(count, groups) * tiles for tiles, count in pairs.items()}
+    return next(tiles for tiles in most if 16 * most[tiles] <= 17 * min(most.values()))
 
 
 def _launch(

@@ -132,6 +132,11 @@ def finish_kernel(
     sample, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, WIDTH)
     inside = channel < P
+    if FOLD:  # all that can be is asked for before the sums are waited for
+        gate = tl.load(gate_ptr + sample * K + which) if GATED else 1.0
+        row, last = tl.program_id(2) * SPAN + tl.arange(0, ROWS), tl.minimum((tl.program_id(2) + 1) * SPAN, D)
+        weight_ptr += (which * P + channel[None, :]) * weight_column
+        w = tl.load(weight_ptr + row[:, None] * weight_row, mask=(row[:, None] < last) & inside[None, :], other=0.0)
     energy = tl.zeros((PARTS, WIDTH), tl.float32)
     mass = tl.zeros((PARTS,), tl.float32)
     for first in range(0, splits, PARTS):
@@ -147,12 +152,10 @@ def finish_kernel(
     tl.store(moment_ptr + (sample * K + which) * P + channel, moment, mask=inside)
     tl.store(divisor_ptr + sample * K + which, divisor)
     if FOLD:
-        gate = tl.load(gate_ptr + sample * K + which) if GATED else 1.0
         c = factor(attenuation(moment, gate), gate, 1.0, sign, MODE)
-        column, begin = which * P + channel[None, :], tl.program_id(2) * SPAN
-        for first in tl.range(0, SPAN, ROWS, num_stages=3):
-            row = begin + first + tl.arange(0, ROWS)
-            real = (row[:, None] < D) & inside[None, :]
-            w = tl.load(weight_ptr + row[:, None] * weight_row + column * weight_column, mask=real, other=0.0).to(tl.float32)
-            at = (sample * D + row[:, None]) * (K * P) + column
-            tl.store(folded_ptr + at, (w * c[None, :]).to(folded_ptr.dtype.element_ty), mask=real)
+        for _ in range(0, SPAN, ROWS):
+            at = (sample * D + row[:, None]) * (K * P) + which * P + channel[None, :]
+            here = (w.to(tl.float32) * c[None, :]).to(folded_ptr.dtype.element_ty)
+            tl.store(folded_ptr + at, here, mask=(row[:, None] < last) & inside[None, :])
+            row += ROWS
+            w = tl.load(weight_ptr + row[:, None] * weight_row, mask=(row[:, None] < last) & inside[None, :], other=0.0)

@@ -1,6 +1,7 @@
 """The fused layer without its silent heads, for inference: `active.py` put together, beside `layer.forward`, which is dense.
 
     scores, membership | gate, active heads | s of these heads, their moments | c, or an output weight a sample | output
+                                              (both products on Hopper, of many tokens: `active_hopper.py`)
     short samples:       | gate, active heads | all the rest by one program a sample (`short.py`; of few heads `few.py`)
 
 No host waits for the device on the way, so that CUDA graphs record it. Whether it pays depends on how many heads are silent,
@@ -20,7 +21,7 @@ from dmst import rotary
 from dmst.kernels import plan, registered
 from dmst.kernels.arithmetic import aligned, cast
 from dmst.kernels.form import Form, Weights
-from dmst.kernels.fused import calls, few
+from dmst.kernels.fused import active_hopper, calls, few
 from dmst.kernels.fused.active import finish_active_kernel, gate_active_kernel, out_active_kernel, project_active_kernel
 from dmst.kernels.fused.calls import F32
 from dmst.kernels.fused.casts import cast_all
@@ -60,7 +61,7 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
 def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype) -> Tensor:
     """The layer on z (b, n, d), with at least one token."""
     z, weights = aligned(z), calls.flat(weights)
-    _, n, d = z.shape
+    b, n, d = z.shape
     membership, sums = calls.score(z, weights, form, factors)
     assert sums is not None
     gate, active = open_gate(sums, n, form)
@@ -72,13 +73,17 @@ def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | N
         weight_in = aligned(weight_in)
         weight_out = (weight_in if weights.out is None else _turned(weights.out, dtype)).mT
     if tile is not None:
-        given = (weights.theta, weight_in, weight_out, bias_in, bias_out, form, tile)
-        return whole(cast(z, dtype), membership, gate, active, *given, by_columns)
+        rest = (weights.theta, weight_in, weight_out, bias_in, bias_out, form, tile)
+        return whole(cast(z, dtype), membership, gate, active, *rest, by_columns)
+    by_engine = plan.by_engine(b * n) and active_hopper.serves(z.device, dtype, d, d // form.num_heads)
     weighted = form.mode != "proximal" and dtype != torch.float16  # which has no room for small pi s
-    fold = weighted and plan.folds(n, d)
+    fold = weighted and plan.folds(n, d, by_engine)
     first, second = plan.active(n, d, dtype)
-    s, energy, mass = project(cast(z, dtype), weight_in, bias_in, membership, active, first, weighted)
+    given = (cast(z, dtype), aligned(weight_in), bias_in, membership, active)
+    s, energy, mass = active_hopper.project(*given, weighted) if by_engine else project(*given, first, weighted)
     c = finish(energy, mass, gate, active, weights.theta, weight_out, n, form, fold)
+    if by_engine and fold:
+        return active_hopper.fold_out(s, c, bias_out, active)
     return project_out(s, c, weight_out, bias_out, membership, active, second, form, weighted, fold)
 
 
@@ -179,9 +184,9 @@ def finish(
 
 @lru_cache(1024)
 def _plan_finish(form: Form, b: int, p: int, tiles: int, fold: bool, programs: int) -> Cut:
-    programs *= 4  # where it pays, about one head in four is on
+    programs *= 2  # where it pays, about one head in four is on
     grid, shape = calls.folded_cut(b, form.num_heads, p, tiles, fold, programs)
-    return planned(grid, **shape, DELTA=bool(form.delta), FOLD=fold, MODE=MODES[form.mode], num_warps=8 if fold else 4)
+    return planned(grid, **shape, DELTA=bool(form.delta), FOLD=fold, MODE=MODES[form.mode], num_warps=4)
 
 
 def project_out(
