@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dmst.kernels.fused import hopper
 from dmst.kernels.fused.few import _rows, _samples
-from dmst.kernels.fused.hopper import _barriers, _by_warp, _leave, _multiply, _parts, _spread
+from dmst.kernels.fused.hopper import _barriers, _by_warp, _multiply, _parts, _spread
 from dmst.kernels.fused.launch import Cut, launch, launched, planned
 from dmst.kernels.plan import over
 
@@ -164,6 +164,21 @@ def _bias(bias_ptr, heads, D: gl.constexpr, P: gl.constexpr, FIRST: gl.constexpr
 
 
 @gluon.jit
+def _leave(energy, mass, page, energy_ptr, mass_ptr, WIDE: gl.constexpr, P: gl.constexpr):
+    """The sums of a run; four warps meet where the page has been read."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0])
+    rows = page._reinterpret(gl.float32, [8, 4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    tma.store_wait(0)
+    for c in gl.static_range(WIDE // 64):
+        rows.index(c).store(gl.sum(energy[c], axis=1))
+    for c in gl.static_range(WIDE // 64):
+        column = c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+        gl.store(energy_ptr + column, gl.sum(rows.index(c).load(LAYOUT), axis=0))
+    for h in gl.static_range(WIDE // P):
+        gl.store(mass_ptr + h, gl.sum(gl.sum(mass[h], axis=1), axis=0))
+
+
+@gluon.jit
 def _pass(
     given, page, biases, shared, barriers, work, sample, stop, heads, block, done, turn,
     D: gl.constexpr, P: gl.constexpr, COLUMNS: gl.constexpr, WIDE: gl.constexpr, WHICH: gl.constexpr, WEIGHTED: gl.constexpr,
@@ -203,9 +218,7 @@ def _pass(
                 added += (energy[c] + _by_warp(weighed * s),)
             energy = added
         row = (pair * 2 + WHICH).to(gl.int64)
-        _leave(
-            energy, mass, energy_ptr + block * COLUMNS, mass_ptr + block * (COLUMNS // P), row, True, 0, D, WIDE, P
-        )  # fmt: skip
+        _leave(energy, mass, page, energy_ptr + row * D + block * COLUMNS, mass_ptr + row * K + block * (COLUMNS // P), WIDE, P)
 
 
 @gluon.jit
@@ -424,8 +437,8 @@ def project(
     (b, n, d), k = z.shape, membership.shape[-1]
     cut, tiles, units = _plan_project(z.get_device(), b, n, d, k, weighted)
     s = torch.empty_like(z)
-    energy = torch.empty(b, units * 8, k, d // k, device=z.device, dtype=torch.float32)
-    mass = torch.empty(b, units * 8, k, device=z.device, dtype=torch.float32)
+    energy = torch.empty(b, units * 2, k, d // k, device=z.device, dtype=torch.float32)
+    mass = torch.empty(b, units * 2, k, device=z.device, dtype=torch.float32)
     boxes = (_samples(z, 64), _rows(weight, d // k), _samples(s, 64))
     launch(project_hopper_kernel, cut, *boxes, membership, bias, active, energy, mass, n, b * units, units, tiles)
     return s, energy, mass
