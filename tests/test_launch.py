@@ -418,12 +418,43 @@ def test_the_calls_of_gluon_kernels_fit_them(monkeypatch: pytest.MonkeyPatch) ->
     ]
     for kernel, (grid, constants) in cuts:
         names = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
-        assert constants.keys() - {"num_warps", "maxnreg"} == names
+        assert constants.keys() - {"num_warps", "maxnreg", "enable_fp_fusion"} == names
+        written = kernel in (resident.pull_kernel, stream.stream_kernel)
+        assert constants.get("enable_fp_fusion") is (False if written else None)  # whose bits are no choice of the compiler
         assert all(0 < size < 2**31 for size in grid)
     assert [cut.grid for _, cut in cuts] == [(132,), (256 * 6,), (256 * 8,), (64, 4, 2)]
     assert resident.fits(1024, 384, 48, low, there) and not resident.fits_pull(1024, 384, 48, low, there)
     for cached in (hopper._plan, resident._plan_settle, resident._plan_pull, resident._fits, resident._fits_pull):
         cached.cache_clear()  # of a machine that was not there
+
+
+def test_the_calls_for_long_samples_without_silent_heads_fit_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for `active_hopper`: programs for each multiprocessor, and no more rows of sums than there must be."""
+    from dmst.kernels.fused import active_hopper
+
+    if not hopper.GLUON:
+        pytest.skip("this Triton's Gluon was not read")
+    monkeypatch.setattr(hopper, "_machine", lambda index: (True, 132))
+    cached = (active_hopper._plan_project, active_hopper._plan_out, hopper._columns)
+    for made in cached:
+        made.cache_clear()
+    found = []
+    for b, n, d, k in ((64, 1024, 384, 8), (16, 4096, 384, 8), (1, 65_536, 384, 8), (3, 257, 256, 4), (1, 1, 64, 1)):
+        cut, tiles, units = active_hopper._plan_project(0, b, n, d, k, True)
+        out = active_hopper._plan_out(0, b * -(-n // 128), d, k)
+        for kernel, (_, constants) in (
+            (active_hopper.project_hopper_kernel, cut),
+            (active_hopper.fold_out_hopper_kernel, out),
+        ):
+            names = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+            assert constants.keys() - {"num_warps", "maxnreg"} == names
+        assert units * tiles * 128 >= n > (units - 1) * tiles * 128
+        found.append((cut.grid, tiles, units, out.grid))
+    assert found == [
+        ((128,), 4, 2, (132,)), ((128,), 4, 8, (132,)), ((128,), 4, 128, (132,)), ((9,), 1, 3, (18,)), ((1,), 1, 1, (1,)),
+    ]  # fmt: skip
+    for made in cached:
+        made.cache_clear()  # of a machine that was not there
 
 
 def test_the_call_for_few_heads_fits_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

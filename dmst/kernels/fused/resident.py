@@ -45,6 +45,9 @@ except ImportError:
 
 F32 = torch.float32
 CLASSES = (1, 2, 3, 4, 6, 8, 10, 13, 16)  # numbers of tiles; a thread keeps one membership of each in a register
+# A product is fused with a sum only where it is written so. The compiler does as it likes, and otherwise in a kernel that also
+# sums a bias or writes the update: what else is wanted would decide last bits of dS.
+AS_WRITTEN = {"enable_fp_fusion": False}
 
 
 @gluon.jit
@@ -102,7 +105,7 @@ def pulled(grad, s, share, c, m, mean, MODE: gl.constexpr, UNIFORM: gl.constexpr
         lean = c * flow * damp
     else:
         lean = c * grad
-        ds = pi * lean + 2.0 * bent if UNIFORM else pi * (lean + 2.0 * bent)
+        ds = pi * lean + 2.0 * bent if UNIFORM else pi * ((lean + bent) + bent)
     dpi = gl.sum(lean * s, axis=2) if UNIFORM else gl.sum((lean + bent) * s, axis=2) - mean
     if SIGMOID:
         dpi = dpi * share * (1.0 - share)
@@ -247,7 +250,7 @@ def pull_kernel(
             damp = 1.0 + pi * by_token
             sums += pi * (grad * s / (damp * damp))
         else:
-            sums += (pi * grad) * s
+            sums = gl.fma(pi * grad, s, sums)
     total = gl.sum(sums, axis=0)
 
     dmoment, dgate, dtheta = between(total, a, gate, theta, sign, MODE)
@@ -373,7 +376,7 @@ def _plan_pull(
         (b * over(k, heads),),
         K=k, P=p, HEADS=heads, WIDTH=width, TILES=shape.tiles, FULL=shape.full, WARPS=shape.warps,
         MODE=MODES[mode], GATED=gated, UNIFORM=uniform, SIGMOID=sigmoid, BIAS=bias, UPDATE=update,
-        num_warps=shape.warps,
+        num_warps=shape.warps, **AS_WRITTEN,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from dmst.kernels import plan
 from dmst.kernels.fused.core import MODES, PROXIMAL, attenuation, factor
 from dmst.kernels.fused.launch import Cut, launch, launched, planned
-from dmst.kernels.fused.resident import _serves, between, gl, gluon, pulled
+from dmst.kernels.fused.resident import AS_WRITTEN, _serves, between, gl, gluon, pulled
 from dmst.kernels.plan import over
 
 F32 = torch.float32
@@ -134,5 +134,5 @@ def _plan(
     return planned(
         (b, cut.splits, over(k, cut.heads)),
         K=k, P=d // k, HEADS=cut.heads, WIDTH=cut.width, TILES=TILES, WARPS=WARPS, MODE=MODES[mode], GATED=gated,
-        UNIFORM=uniform, SIGMOID=sigmoid, WEIGHTED=weighted, BIAS=bias, num_warps=WARPS,
+        UNIFORM=uniform, SIGMOID=sigmoid, WEIGHTED=weighted, BIAS=bias, num_warps=WARPS, **AS_WRITTEN,
     )  # fmt: skip
