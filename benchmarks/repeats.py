@@ -41,6 +41,7 @@ CASES: list[tuple[str, int, int, str]] = [
     ("silent:6", 256, 197, "bfloat16"),
     ("silent:2", 64, 1024, "bfloat16"),  # by the copy engine
     ("silent:4", 4, 16384, "bfloat16"),
+    ("silent:2", 256, 1024, "bfloat16"),  # several runs a program
     ("silent:2", 16, 1000, "bfloat16"),  # in plain Triton
 ]
 DIM, HEADS = 384, 8

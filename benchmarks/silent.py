@@ -110,6 +110,7 @@ def compare(ask: argparse.Namespace, shape: str, dim: int) -> Iterator[dict[str,
 
 def sweep(ask: argparse.Namespace, shape: str, dim: int) -> Iterator[dict[str, Any]]:
     """The first product's tiles with the second's as planned, then the second's with the best first."""
+    plan.BY_ENGINE = math.inf  # whose products have no tiles to choose
     b, n = map(int, shape.split("x"))
     tokens = [torch.randn(b, n, dim, device=ask.device, dtype=torch.bfloat16) for _ in range(SETS)]
     layers = [layer_of(dim, ask.heads, active, ask.mode, ask.device) for active in ask.active]

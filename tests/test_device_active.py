@@ -127,10 +127,10 @@ def test_a_nan_stays_in_its_sample() -> None:
         assert dirty[1].isnan().all()
 
 
-def test_more_elements_than_32_bits_count() -> None:
+@pytest.mark.parametrize("shape", [(3, 1_600_000, 512, 8), (3, 1_900_000, 384, 8)], ids=str)  # in Triton, and by the engine
+def test_more_elements_than_32_bits_count(shape: tuple) -> None:
     """The last sample as if it were alone, where its address no longer fits."""
-    shape = (3, 1_600_000, 512, 8)
-    made = stored(there((1, 1, 512, 8), 2, BF16), BF16)
+    made = stored(there((1, 1, *shape[2:]), 2, BF16), BF16)
     z = torch.randn(*shape[:3], device="cuda", dtype=BF16, generator=torch.Generator("cuda").manual_seed(0))
     made = made._replace(z=z, grid=(1, shape[1]))
     assert z.numel() > 2**31
@@ -395,7 +395,11 @@ def test_products_alone(d: int, k: int, dtype: torch.dtype, monkeypatch: pytest.
 
 
 @tiles_alone
-@pytest.mark.parametrize("shape", [(300, 257, 384, 8), (64, 1024, 384, 8), (4, 16384, 384, 8), (500, 300, 64, 4)], ids=str)
+@pytest.mark.parametrize(  # runs of 1, 4, 4, 1, 8 and 2 tiles; programs with one unit and with many
+    "shape",
+    [(300, 257, 384, 8), (64, 1024, 384, 8), (4, 16384, 384, 8), (500, 300, 64, 4), (256, 1024, 64, 4), (300, 2048, 64, 4)],
+    ids=str,
+)
 def test_products_of_many_samples_a_program(shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings and parities go on from one sample to the next, of any number of heads; a hundred times the same."""
     on_engine(shape[2], shape[2] // shape[3], BF16)

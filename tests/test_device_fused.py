@@ -243,11 +243,12 @@ def test_weights_callers_and_what_is_wanted(case: tuple) -> None:
     shared.check_wanted(made)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("shape", [(64, 197, 384, 8), (2, 768, 384, 8), (16, 300, 384, 8)], ids=str)
-def test_what_is_wanted_decides_no_bit_of_the_rest(shape: tuple) -> None:
+def test_what_is_wanted_decides_no_bit_of_the_rest(shape: tuple, dtype: torch.dtype) -> None:
     """By the kernels of short, long and other samples, which have variants for what is wanted."""
-    made = there(("dmsa", {"membership_bias": True, "gate_scale": 3.0}), shape, BF16)
-    shared.check_wanted(stored(made, BF16))
+    made = there(("dmsa", {"membership_bias": True, "gate_scale": 3.0}), shape, dtype)
+    shared.check_wanted(stored(made, dtype))
 
 
 @pytest.mark.parametrize("case", [LOW[0], LOW[2], LOW[3], ("dmsa", {"rotary": "2d"})], ids=label)

@@ -324,9 +324,10 @@ def folded_cut(b: int, k: int, p: int, splits: int, fold: bool, programs: int) -
     """For a head of a sample, partial sums and the rows of its output weight. Few samples: many programs, which add up each for
     itself.
     """
-    d, parts = k * p, min(256, max(16, plan.power_of_two(splits)))
+    d, width = k * p, plan.power_of_two(p)
+    parts = min(256, max(16, plan.power_of_two(splits)), 16384 // width)  # 128 numbers a thread
     span = over(over(d, 64), min(over(d, 64), over(programs, b * k))) * 64
-    shape = {"D": d, "K": k, "P": p, "WIDTH": plan.power_of_two(p), "PARTS": parts, "ROWS": 64, "SPAN": span}
+    shape = {"D": d, "K": k, "P": p, "WIDTH": width, "PARTS": parts, "ROWS": 64, "SPAN": span}
     return (b, k, over(d, span) if fold else 1), shape
 
 

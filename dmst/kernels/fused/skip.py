@@ -1,7 +1,7 @@
 """The fused layer without its silent heads, for inference: `active.py` put together, beside `layer.forward`, which is dense.
 
     scores, membership | gate, active heads | s of these heads, their moments | c, or an output weight a sample | output
-                                              (both products on Hopper, of many tokens: `active_hopper.py`)
+                                              (on Hopper, of many tokens: `active_hopper.py`, the last one with such a weight)
     short samples:       | gate, active heads | all the rest by one program a sample (`short.py`; of few heads `few.py`)
 
 No host waits for the device on the way, so that CUDA graphs record it. Whether it pays depends on how many heads are silent,
