@@ -5,8 +5,9 @@
 #     DMST_COMMIT=abc1234 benchmarks/everything.sh models OUT    nothing else runs: whole networks
 #     DMST_COMMIT=abc1234 benchmarks/everything.sh layers OUT    the same: layers, blocks, tokens, silent heads
 #
-# NETWORKS= compiles none. What is there when the time is up is in OUT. `models` after `check` on the same machine finds its networks compiled; alone it
-# takes longer. Of `dmst bench operators`, last, the rows of its targets come first, those that are compiled last.
+# What is there when the time is up is in OUT. `models` after `check` on the same machine finds its networks compiled; alone it
+# takes longer. NETWORKS= before `check` compiles none. Of `dmst bench operators`, last, the rows of its targets come first,
+# those that are compiled last.
 set -uo pipefail
 case "${1:-}" in check | models | layers) stage=$1 ;; *) echo "usage: $0 check|models|layers OUT" >&2 && exit 2 ;; esac
 mkdir -p "${2:?usage: $0 check|models|layers OUT}"

@@ -78,9 +78,8 @@ def mixed(shape: tuple, dtype: torch.dtype = F32, size: int = 4, **options: Any)
     """Samples with any number of heads on, some of them with few: the fewer the larger their scores, the more the longer."""
     made = draw(("dmsa", options), shape, dtype)
     assert made.weights.assign is not None
-    return made._replace(
-        weights=made.weights._replace(assign=made.weights.assign * size)
-    )  # a power of two: as many bits as before
+    assign = made.weights.assign * size  # a power of two: as many bits as before
+    return made._replace(weights=made.weights._replace(assign=assign))
 
 
 def gates(made: Layer) -> Tensor:
@@ -107,6 +106,7 @@ def test_output_weights_in_blocks_of_rows(leaves_out: bool, monkeypatch: pytest.
     weight, folded = torch.randn(k * p, k * p), torch.full((b, k * p, k * p), torch.nan)
     (_, _, blocks), shape = calls.folded_cut(b, k, p, 5, True, 20)
     assert (blocks, shape["SPAN"], shape["ROWS"]) == (2, 192, 64)
+    assert [calls.folded_cut(1, 3, width, 256, True, 20)[1]["PARTS"] for width in (64, 128)] == [256, 128]  # as registers hold
     if leaves_out:
         active = torch.tensor([[k, *range(k)]] * b, dtype=torch.int32)
         folded = skip.finish(energy, mass, gate, active, None, weight, 7, form, True)

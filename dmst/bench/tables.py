@@ -40,7 +40,8 @@ KIND = {"torch": "", "reference": ", plain", "fused": ", **fused**"}
 
 
 def shapes_of(rows: list[Row]) -> list[tuple[int, int]]:
-    return list(dict.fromkeys((row["B"], row["N"]) for row in rows))
+    """By length, in whatever order they were measured."""
+    return sorted({(row["B"], row["N"]) for row in rows}, key=lambda shape: (shape[1], shape[0]))
 
 
 def _pair(row: Row | None, keys: tuple[str, str] = ("forward_ms", "train_ms"), by: Row | None = None) -> str:

@@ -24,23 +24,23 @@ from torch import Tensor
 
 from dmst.kernels.fused import hopper
 from dmst.kernels.fused.few import _rows, _samples
-from dmst.kernels.fused.hopper import _barriers, _by_warp, _multiply, _parts, _spread
+from dmst.kernels.fused.hopper import (
+    _barriers,
+    _by_warp,
+    _multiply,
+    _parts,
+    _room,
+    _spread,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from dmst.kernels.fused.launch import Cut, launch, launched, planned
 from dmst.kernels.plan import over
-
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-except ImportError:
-    import triton as gluon  # enough for the definitions below, which nobody calls then
-    import triton.language as gl
 
 
 @gluon.jit
@@ -258,16 +258,13 @@ def project_hopper_kernel(
     program, programs = gl.program_id(0), gl.num_programs(0)
     work = (every * program // programs, every * (program + 1) // programs, units, tiles)
 
-    ring = gl.allocate_shared_memory(z.dtype, [SLOTS, 64, 64], weight.layout)
-    weights = gl.allocate_shared_memory(z.dtype, [PIECES, 64 if COLUMNS == 64 else 128, 64], weight.layout)
-    rests = gl.allocate_shared_memory(z.dtype, [PIECES, 64, 64], weight.layout) if COLUMNS == 192 else weights
+    shared = _room(weight, SLOTS, PIECES, COLUMNS)
     page0 = gl.allocate_shared_memory(z.dtype, [64, 64], weight.layout)
     page1 = gl.allocate_shared_memory(z.dtype, [64, 64], weight.layout)
     biases0 = gl.allocate_shared_memory(z.dtype, [COLUMNS // 64, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     biases1 = gl.allocate_shared_memory(z.dtype, [COLUMNS // 64, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers = _barriers(SLOTS, PIECES)
 
-    shared = (ring, weights, rests)
     given = (s, membership_ptr, bias_ptr, energy_ptr, mass_ptr, n)
     gl.warp_specialize(
         [
@@ -406,14 +403,11 @@ def fold_out_hopper_kernel(
     groups = gl.num_programs(0) // BLOCKS
     work = (every * group // groups, every * (group + 1) // groups, units, block * COLUMNS)
 
-    ring = gl.allocate_shared_memory(s.dtype, [SLOTS, 64, 64], weight.layout)
-    weights = gl.allocate_shared_memory(s.dtype, [WEIGHTS, 64 if COLUMNS == 64 else 128, 64], weight.layout)
-    rests = gl.allocate_shared_memory(s.dtype, [WEIGHTS, 64, 64], weight.layout) if COLUMNS == 192 else weights
+    shared = _room(weight, SLOTS, WEIGHTS, COLUMNS)
     page0 = gl.allocate_shared_memory(s.dtype, [64, 64], weight.layout)
     page1 = gl.allocate_shared_memory(s.dtype, [64, 64], weight.layout)
     barriers = _barriers(SLOTS, WEIGHTS)
 
-    shared = (ring, weights, rests)
     gl.warp_specialize(
         [
             (_fold_out, (out, bias_ptr, page0, active_ptr, shared, barriers, work, K, P, COLUMNS, 0)),

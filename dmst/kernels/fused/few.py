@@ -33,25 +33,22 @@ from dmst.kernels import plan
 from dmst.kernels.form import Form
 from dmst.kernels.fused import hopper
 from dmst.kernels.fused.core import MODES, PROXIMAL, attenuation, factor, weigh
+from dmst.kernels.fused.hopper import (
+    SWIZZLED,
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from dmst.kernels.fused.launch import Cut, launch, launched, planned
 
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    SWIZZLED, SAMPLE = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 3)
+if hopper.GLUON:
+    SAMPLE = gl.NVMMASharedLayout(128, 16, 3)
     barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-except ImportError:
-    import triton as gluon  # enough for the definitions below, which nobody calls then
-    import triton.language as gl
 
 FEW: gl.constexpr = gl.constexpr(plan.FEW)
 
@@ -289,9 +286,7 @@ def _consume(
 
         sums = _begin(parts, bias_out_ptr, shared, barriers, done, 0, HALF, BIAS_OUT)
         for i in range(PIECES - 1):  # half as many registers wait for the page while the next products run
-            made = warpgroup_mma_wait(0, deps=(sums, parts[0], parts[1]))[0].to(
-                page.dtype
-            )  # the left side is in use until then
+            made = warpgroup_mma_wait(0, deps=(sums, parts[0], parts[1]))[0].to(page.dtype)  # the left side is in use, too
             sums = _begin(parts, bias_out_ptr, shared, barriers, done + i + 1, i + 1, HALF, BIAS_OUT)
             _leave(made, out, page, barriers, sample, i, done + i, BLOCKS)
         made = warpgroup_mma_wait(0, deps=(sums, parts[0], parts[1]))[0].to(page.dtype)

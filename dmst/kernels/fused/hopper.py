@@ -60,6 +60,7 @@ except ImportError:
     import triton.language as gl
 
     GLUON = False
+    fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = SWIZZLED = None
 
 
 @gluon.jit
@@ -325,6 +326,15 @@ def _consume(
 
 
 @gluon.jit
+def _room(box, SLOTS: gl.constexpr, PIECES: gl.constexpr, COLUMNS: gl.constexpr):
+    """A ring for tokens, and pieces of the weight by columns of the output: the first 128, and the last of 192."""
+    ring = gl.allocate_shared_memory(box.dtype, [SLOTS, 64, 64], box.layout)
+    weights = gl.allocate_shared_memory(box.dtype, [PIECES, 64 if COLUMNS == 64 else 128, 64], box.layout)
+    rests = gl.allocate_shared_memory(box.dtype, [PIECES, 64, 64], box.layout) if COLUMNS == 192 else weights
+    return ring, weights, rests
+
+
+@gluon.jit
 def _barriers(SLOTS: gl.constexpr, WEIGHTS: gl.constexpr):
     """For tokens, "it is there" by consumer and "it is given back", and for the weight, which both consumers give back."""
     full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
@@ -359,14 +369,11 @@ def hopper_kernel(
     every = (rows + (tiles * 128 - 1)) // (tiles * 128)
     first, last = every * group // groups, every * (group + 1) // groups
 
-    ring = gl.allocate_shared_memory(x.dtype, [SLOTS, 64, 64], x.layout)
-    weights = gl.allocate_shared_memory(x.dtype, [PIECES, 64 if COLUMNS == 64 else 128, 64], x.layout)
-    rests = gl.allocate_shared_memory(x.dtype, [PIECES, 64, 64], x.layout) if COLUMNS == 192 else weights
-    page0 = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout) if residual is None else ring
-    page1 = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout) if residual is None else ring
+    shared = _room(weight, SLOTS, PIECES, COLUMNS)
+    page0 = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout) if residual is None else shared[0]
+    page1 = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout) if residual is None else shared[0]
     barriers = _barriers(SLOTS, PIECES)
 
-    shared = (ring, weights, rests)
     work = (first, last, tiles, pairs, block)
     given = (out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, residual, keep_ptr, n)
     gl.warp_specialize(
