@@ -54,9 +54,10 @@ models)
 layers)
   limited 75 block "${blocks[@]}" --json "$out/block.json"
   limited 90 tokens python3 benchmarks/tokens.py --json "$out/tokens.json"
+  limited 60 mlp python3 benchmarks/mlp.py --json "$out/mlp.json"
   limited 60 silent python3 benchmarks/silent.py --dims 384 --active 8 4 2 1 --json "$out/silent.json"
   limited 215 operators python3 -m dmst bench operators --out "$out/operators.json" --limit "${OPERATORS_LIMIT:-200}"
   grep -hE "│ (compiled|recorded|forward|kept|peak)|no time|parity failed" "$logs"/operators
-  cat "$logs"/{block,tokens,silent} | cut -c1-160
+  cat "$logs"/{block,tokens,mlp,silent} | cut -c1-160
   ;;
 esac

@@ -21,6 +21,7 @@ import dmst
 from dmst import provenance
 from dmst.kernels import plan
 from dmst.models.block import Block
+from dmst.models.feedforward import Mlp
 from dmst.models.zoo import model_config
 
 # what, samples, tokens, dtype: the route
@@ -43,6 +44,7 @@ CASES: list[tuple[str, int, int, str]] = [
     ("silent:4", 4, 16384, "bfloat16"),
     ("silent:2", 256, 1024, "bfloat16"),  # several runs a program
     ("silent:2", 16, 1000, "bfloat16"),  # in plain Triton
+    ("mlp", 256, 197, "bfloat16"),  # GELU of the first product in one kernel: forward alone
 ]
 DIM, HEADS = 384, 8
 
@@ -51,6 +53,8 @@ def made(what: str, dtype: torch.dtype) -> torch.nn.Module:
     torch.manual_seed(0)
     if what == "block":
         return Block(model_config("dmst_small")).to("cuda", dtype)
+    if what == "mlp":
+        return Mlp(model_config("dmst_small")).to("cuda", dtype).requires_grad_(False)
     name, _, mode = what.partition(":")
     if name == "silent":
         layer = dmst.DMSA(DIM, HEADS, max_active_heads=int(mode)).to("cuda", dtype)
@@ -63,7 +67,7 @@ def repeat(what: str, b: int, n: int, dtype: torch.dtype, times: int) -> int:
     """In how many repeats something differed."""
     layer = made(what, dtype)
     call: Any = layer.attend if isinstance(layer, Block) else layer
-    learns = not what.startswith("silent")
+    learns = what != "mlp" and not what.startswith("silent")
     z = torch.randn(b, n, DIM, device="cuda", dtype=dtype, requires_grad=learns)
     pull = torch.randn_like(z)
     parameters = [p for name, p in layer.named_parameters() if not name.startswith("feedforward")]

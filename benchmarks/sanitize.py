@@ -6,7 +6,7 @@
     eager     the layer, forward and backward, on the default stream, where fewer launches serve
     stream    the same on a stream of its own, where CUDA graphs are recorded: the kernels for a busy device
     step      a block's residual step with all that can be around it, by our own products where they serve
-    silent    the layer without its silent heads, forward alone
+    silent    the layer without its silent heads, forward alone; and the hidden channels of an MLP, where their kernel serves
     idle      none of ours: groups of warps that do next to nothing. Only where it is asked for
 
 `--part 1/4` takes every fourth shape from the first on, for several processes. Small: under the sanitizer a kernel takes a
@@ -87,6 +87,9 @@ def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype)
             layer.skip_silent = True
             with torch.no_grad():
                 assert torch.isfinite(layer(z)).all()
+        if hopper.serves(z.device, dtype, d, 16):
+            weight, bias = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((2 * d + 64, d), (2 * d + 64,)))
+            assert torch.isfinite(hopper.hidden(z.detach(), weight, bias)).all()
         return
     if way == "step":
         norm = (torch.ones(d, device="cuda", dtype=dtype), torch.zeros(d, device="cuda", dtype=dtype), 1e-6)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dmst.kernels import plan
+from dmst.kernels.fused import hopper
 
 
 def widened(x: Tensor) -> Tensor:
@@ -27,6 +28,21 @@ class Products:
     ) -> Tensor:
         assert bias is None or bias.is_contiguous()  # a kernel has its address alone
         return Products._onto(nn.functional.linear(x, weight, bias), residual, keep)
+
+    @staticmethod
+    def hidden(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """By the kernel's own formula, of sums that are not rounded."""
+        assert x.is_contiguous() and (bias is None or bias.is_contiguous())
+        s = nn.functional.linear(widened(x), widened(weight), None if bias is None else widened(bias))
+        return Products.gelu(s).to(x.dtype)
+
+    @staticmethod
+    def gelu(x: Tensor) -> Tensor:
+        square = (x * x).clamp(max=hopper.FAR.value)
+        q = torch.full_like(x, hopper.GELU.value[0])
+        for more in hopper.GELU.value[1:]:
+            q = q * square + more
+        return x * (1 / (1 + torch.exp2(x * q)))
 
     @staticmethod
     def _onto(out: Tensor, residual: Tensor | None, keep: Tensor | None) -> Tensor:

@@ -89,6 +89,26 @@ def test_product(d: int, dtype: torch.dtype) -> None:
     repeats(lambda: (hopper.product(x, weight, bias),))
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(("d", "h"), [(384, 1536), (192, 768), (256, 1024), (64, 320), (128, 64), (320, 1280)], ids=str)
+def test_hidden(d: int, h: int, dtype: torch.dtype) -> None:
+    """GELU of the float32 sums; each row by itself, and large numbers stay what they are."""
+    on_hopper(d, 16, dtype)
+    weight, bias = drawn(h, d, dtype=dtype, size=d**-0.5), drawn(h, dtype=dtype)
+    for rows in (1, 63, 64, 65, 127, 5000, 40_000):
+        x = drawn(rows, d, dtype=dtype)
+        right = x.double() @ weight.double().mT
+        near(hopper.hidden(x, weight, bias), torch.nn.functional.gelu(right + bias.double()), BAR[dtype])
+        near(hopper.hidden(x, weight, None), torch.nn.functional.gelu(right), BAR[dtype])
+    repeats(lambda: (hopper.hidden(x, weight, bias),))
+    clean = hopper.hidden(x, weight, bias)
+    x[777, 5], x[778] = float("nan"), 100 * x[778]
+    found = hopper.hidden(x, weight, bias)
+    assert found[777].isnan().all() and found[778].isfinite().all()
+    assert torch.equal(found[:777], clean[:777]) and torch.equal(found[779:], clean[779:])
+    near(found[778], torch.nn.functional.gelu(x[778].double() @ weight.double().mT + bias.double()), BAR[dtype])
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("d", "p"), WIDTHS, ids=str)
 def test_project(d: int, p: int, biased: bool) -> None:

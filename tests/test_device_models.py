@@ -9,6 +9,7 @@ import torch
 
 from dmst import create_model, load_model, save_model, use_kernels
 from dmst.analysis import layer_rates, maps
+from dmst.kernels import hidden
 from dmst.kernels.neighbours import local_gelu
 from dmst.models import VisionModel
 from tests.cases import relative
@@ -37,6 +38,35 @@ def test_gpu_is_cpu(name: str) -> None:
     assert relative(there.cpu(), here) < 1e-9
     for key, p in model.named_parameters():
         assert relative(p.grad.cpu(), before[key]) < 1e-7 or (p.grad.cpu() - before[key]).norm() < 1e-9, key
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_hidden_channels_by_one_kernel(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network's MLPs in inference: near the plain ones, the same bits in a graph of the compiler, one call a block."""
+    from dmst.kernels.fused import hopper
+
+    if not hidden._fits(torch.cuda.current_device(), torch.bfloat16, 768, 192):
+        pytest.skip(
+            f"{torch.cuda.get_device_name()} is no Hopper GPU, or this Triton's Gluon is not one of those that were read"
+        )
+    calls, made = [], hopper.hidden
+    monkeypatch.setattr(hopper, "hidden", lambda *given: calls.append(1) or made(*given))
+    model = small("vit_tiny", dim=192, img_size=128, device="cuda").eval()
+    images = torch.randn(256, 3, 128, 128, device="cuda")
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        found = model(images)
+        assert len(calls) == 3 and not hidden._broken
+        assert torch.equal(model.trace(images).logits, found)
+        with use_kernels("reference"):
+            plain = model(images)
+        compiled = torch.compile(model, mode=mode, dynamic=False)
+        again = [compiled(images).clone() for _ in range(3)][-1]
+    assert relative(found.double(), plain.double()) < 1e-2 and relative(again.double(), plain.double()) < 1e-2
+    assert len(calls) > 6
+    calls.clear()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        model(images).sum().backward()  # a gradient is wanted
+    assert not calls
 
 
 @pytest.mark.parametrize("name", FAMILIES)

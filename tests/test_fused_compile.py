@@ -41,7 +41,7 @@ UNFOLD = dict(D=384, K=8, P=48, WIDTH=64, ROWS=8, SAMPLES=4, MODE=0, GATED=True,
 STREAM = dict(K=8, P=48, HEADS=4, WIDTH=64, TILES=stream.TILES, WARPS=stream.WARPS, MODE=0, GATED=True, UNIFORM=False,
               SIGMOID=True, WEIGHTED=True, BIAS=True)
 ENERGY = dict(BLOCK, HEADS=8, NORMALIZE=True, SCORED=True)
-ONTO = dict(D=384, COLUMNS=192, P=48, BIAS=True, MOMENTS=False, BY_SAMPLE=False)
+ONTO = dict(D=384, OUT=384, COLUMNS=192, P=48, BIAS=True, MOMENTS=False, BY_SAMPLE=False, HIDDEN=False)
 PRODUCT = dict(ONTO, residual=None, keep_ptr=None, n=1)
 SETTLE = dict(K=8, P=48, COLUMNS=64, TILES=13, FULL=10, WARPS=4, MODE=0, GATED=True, UNIFORM=False, DELTA=True)
 PULL = dict(K=8, P=48, HEADS=1, WIDTH=64, TILES=13, FULL=10, WARPS=4, MODE=0, GATED=True, UNIFORM=False,
@@ -77,14 +77,16 @@ CASES = {
         (active_hopper.fold_out_hopper_kernel, dict(D=64, P=64, K=1, COLUMNS=64, units=1)))],
     "gluon": [(hopper.hopper_kernel, c) for c in (
         PRODUCT, dict(PRODUCT, MOMENTS=True), dict(PRODUCT, BY_SAMPLE=True),
-        dict(PRODUCT, D=256, COLUMNS=128, P=64, MOMENTS=True))]
+        dict(PRODUCT, D=256, OUT=256, COLUMNS=128, P=64, MOMENTS=True), dict(PRODUCT, OUT=1536, P=16, HIDDEN=True),
+        dict(PRODUCT, D=64, OUT=320, COLUMNS=64, P=16, HIDDEN=True, BIAS=False, bias_ptr=None))]
     + [(resident.settle_kernel, c) for c in (SETTLE, dict(SETTLE, MODE=2, UNIFORM=True, GATED=False, DELTA=False))]
     + [(resident.pull_kernel, c) for c in (PULL, dict(PULL, MODE=2, SIGMOID=False, BIAS=False, UPDATE=False, update_ptr=None))]
     + [(stream.stream_kernel, c) for c in (STREAM, dict(STREAM, WEIGHTED=False, MODE=2, SIGMOID=False, K=7))],
     # by sample and without factors it takes no more memory: of half as many pieces
-    "onto": [(hopper.hopper_kernel, dict(ONTO, D=192 if by_sample or keep else 384, BY_SAMPLE=by_sample, wide=wide, **keep))
-             for by_sample, wide, keep in ((False, False, {}), (False, True, dict(keep_ptr=None, n=1)), (True, True, {}),
-                                           (True, False, dict(keep_ptr=None, n=1)))],
+    "onto": [(hopper.hopper_kernel, dict(ONTO, D=d, OUT=d, BY_SAMPLE=by_sample, wide=wide, **keep))
+             for d, by_sample, wide, keep in (
+                 (384, False, False, {}), (192, False, True, dict(keep_ptr=None, n=1)), (192, True, True, {}),
+                 (192, True, False, dict(keep_ptr=None, n=1)))],
     "score": [(score.score_kernel, c) for c in (
         SCORE, dict(SCORE, K=3, BIAS=True, ASSIGN=0, Z=2), dict(SCORE, Z=0, ROTARY=False, SIGMOID=False),
         dict(SCORE, Z=3, ASSIGN=3, LEVEL=False, K=12, D=100))],

@@ -411,7 +411,9 @@ def test_the_calls_of_gluon_kernels_fit_them(monkeypatch: pytest.MonkeyPatch) ->
         cached.cache_clear()
     shape, low = (256, 197, 384, 8), torch.bfloat16
     cuts = [
-        (hopper.hopper_kernel, hopper._plan(0, 50_432, 384, 48, 1, True, False, False)),
+        (hopper.hopper_kernel, hopper._plan(0, 50_432, 384, 384, 48, 1, True, False, False, False)),
+        (hopper.hopper_kernel, hopper._plan(0, 50_432, 384, 1536, 16, 1, True, False, False, True)),
+        (hopper.hopper_kernel, hopper._plan(0, 100, 64, 320, 16, 1, True, False, False, True)),
         (resident.settle_kernel, resident._plan_settle(*shape, low, there, "listing", True, False, True)),
         (resident.pull_kernel, resident._plan_pull(*shape, low, there, "proximal", True, False, (True, True, False))),
         (stream.stream_kernel, stream._plan(64, 384, 8, plan.sweep(64, 1024, 8, 48), "listing", True, False, True, True, True)),
@@ -422,7 +424,7 @@ def test_the_calls_of_gluon_kernels_fit_them(monkeypatch: pytest.MonkeyPatch) ->
         written = kernel in (resident.pull_kernel, stream.stream_kernel)
         assert constants.get("enable_fp_fusion") is (False if written else None)  # whose bits are no choice of the compiler
         assert all(0 < size < 2**31 for size in grid)
-    assert [cut.grid for _, cut in cuts] == [(132,), (256 * 6,), (256 * 8,), (64, 4, 2)]
+    assert [cut.grid for _, cut in cuts] == [(132,), (128,), (5,), (256 * 6,), (256 * 8,), (64, 4, 2)]
     assert resident.fits(1024, 384, 48, low, there) and not resident.fits_pull(1024, 384, 48, low, there)
     for cached in (hopper._plan, resident._plan_settle, resident._plan_pull, resident._fits, resident._fits_pull):
         cached.cache_clear()  # of a machine that was not there

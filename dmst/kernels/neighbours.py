@@ -8,7 +8,6 @@ backward pass timed in eager calls only, where the host decides.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from dmst import watched
 from dmst.errors import DmstError, ShapeError
 from dmst.kernels import choice
+from dmst.kernels.attempt import attempt
 
 
 def local_gelu(hidden: Tensor, weight: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -44,7 +44,7 @@ def _served(hidden: Tensor, weight: Tensor) -> bool:
     forced = choice.chosen() == "fused"
     if choice.machine_problem(hidden.device.type, hidden.device.index or 0, forced):
         return False
-    return not torch.jit.is_tracing() and not torch.compiler.is_exporting() and _library() and not _broken
+    return not watched.exported() and _library() and not _broken
 
 
 _broken: list[str] = []
@@ -55,21 +55,7 @@ def _library() -> bool:
     """Define the operators once, when a machine that can run them asks."""
     from dmst.kernels.fused import neighbours
 
-    def run(call: Any, plain: Any, *arguments: Any) -> Any:
-        try:
-            return plain(*arguments) if _broken else call(*arguments)
-        except Exception as error:  # a compiler fails in many ways
-            if "out of memory" in str(error).lower():
-                raise
-            result = plain(*arguments)
-            _broken.append(str(error))
-            first = (str(error).strip() or "no message").splitlines()[0]
-            warnings.warn(
-                f"The kernel of local MLPs does not work here ({type(error).__name__}: {first}). Using plain torch instead.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return result
+    run = functools.partial(attempt, _broken, "local MLPs")
 
     @torch.library.custom_op("dmst::local_gelu", mutates_args=())
     def forward(hidden: Tensor, taps: Tensor, rows: int, columns: int) -> Tensor:

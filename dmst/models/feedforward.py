@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from dmst import watched
 from dmst.errors import OptionError
-from dmst.kernels import compute_dtype
+from dmst.kernels import compute_dtype, hidden
 from dmst.kernels.neighbours import local_gelu
 from dmst.models.activation import gelu
 from dmst.models.linear import Linear, is_plain
@@ -33,13 +33,19 @@ class Mlp(nn.Module):
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
-        hidden = max(int(config.dim * config.mlp_ratio), 1)
-        self.fc1 = Linear(config.dim, hidden, **factory)
-        self.fc2 = Linear(hidden, config.dim, **factory)
+        width = max(int(config.dim * config.mlp_ratio), 1)
+        self.fc1 = Linear(config.dim, width, **factory)
+        self.fc2 = Linear(width, config.dim, **factory)
         self.drop = nn.Dropout(config.proj_drop_rate)
 
     def forward(self, z: Tensor, grid: Grid = None, scale: Tensor | None = None) -> Tensor:
-        return self.leave(gelu(self.fc1(z)), scale)
+        return self.leave(self.enter(z), scale)
+
+    def enter(self, z: Tensor) -> Tensor:
+        """gelu(W1 z), in one where the kernels make it and nobody listens to fc1."""
+        if hidden.serves(z, self.fc1.weight) and is_plain(self.fc1):
+            return hidden.linear_gelu(z, self.fc1.weight, self.fc1.bias)
+        return gelu(self.fc1(z))
 
     def leave(self, active: Tensor, scale: Tensor | None) -> Tensor:
         """scale * W2 active, the scale as a part of W2."""
@@ -64,10 +70,10 @@ class LocalMlp(Mlp):
     def forward(self, z: Tensor, grid: Grid = None, scale: Tensor | None = None) -> Tensor:
         if grid is None:
             raise OptionError("feedforward 'local' looks at neighbours: call the block with grid=(rows, columns).")
-        hidden = self.fc1(z)  # (b, prefix + n, hidden)
-        active = local_gelu(hidden[:, self.prefix :], self.local.weight, grid)
+        h = self.fc1(z)  # (b, prefix + n, hidden)
+        active = local_gelu(h[:, self.prefix :], self.local.weight, grid)
         if self.prefix:
-            active = torch.cat((gelu(hidden[:, : self.prefix]), active), 1)
+            active = torch.cat((gelu(h[:, : self.prefix]), active), 1)
         return self.leave(active, scale)
 
 

@@ -1,0 +1,80 @@
+"""gelu(z W^T + b), the hidden channels of an MLP: plain torch, or on Hopper, where no gradient is wanted, one kernel.
+
+The kernel (`fused/hopper.py`) takes GELU of its float32 sums, so that the hidden channels are written once, and read by the
+second product alone. Where a gradient is wanted plain torch stays: z W^T + b must be kept then, and what the compiler makes of
+GELU there keeps nothing else. `dmst::linear_gelu` is one node of a traced graph, as the layers are (registered.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dmst import watched
+from dmst.kernels import choice, compute_dtype, plan, without_autocast
+from dmst.kernels.arithmetic import aligned, cast
+from dmst.kernels.attempt import attempt
+from dmst.kernels.autocast import autocast_is_on
+
+_broken: list[str] = []
+
+
+def serves(z: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel computes the hidden channels of tokens z (..., d) by a weight (h, d), now."""
+    if not _on_gpu(z) or torch.is_grad_enabled() or choice.chosen() == "reference" or _broken:
+        return False
+    if watched.exported() or watched.transformed() or watched.dispatched():
+        return False
+    (h, d), alike = weight.shape, autocast_is_on(z) or z.dtype == weight.dtype
+    if not alike or z.shape[-1] != d or not _fits(z.device.index, compute_dtype(z), h, d):
+        return False
+    return plan.by_hand(z.numel() // d)
+
+
+def linear_gelu(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """gelu(z W^T + b), (..., h), in the compute dtype. Only where `serves`."""
+    dtype = compute_dtype(z)
+    with without_autocast(z):
+        tensors = cast(z, dtype), cast(weight, dtype), cast(bias, dtype)
+        return _run(*tensors) if watched.nobody() else _operator(*tensors)
+
+
+def _on_gpu(z: Tensor) -> bool:
+    return z.is_cuda
+
+
+def _fits(index: int, dtype: torch.dtype, h: int, d: int) -> bool:
+    """Asked once while a graph is traced: it has the answer as a constant."""
+    if choice.machine_problem("cuda", index, False):
+        return False
+    from dmst.kernels.fused import hopper  # Triton is imported only where it is used
+
+    return h % 64 == 0 and hopper.serves(torch.device("cuda", index), dtype, d, 16)
+
+
+_fits._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _run(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return attempt(_broken, "the hidden channels of MLPs", _fused, _plain, z, weight, bias)
+
+
+def _fused(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from dmst.kernels.fused import hopper
+
+    return hopper.hidden(aligned(z), weight, None if bias is None else bias.contiguous())
+
+
+def _plain(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.gelu(F.linear(z, weight, bias))
+
+
+@torch.library.custom_op("dmst::linear_gelu", mutates_args=())
+def _operator(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _run(z, weight, bias)
+
+
+@_operator.register_fake
+def _(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return z.new_empty(*z.shape[:-1], weight.shape[0])
