@@ -70,7 +70,8 @@ def factors(
         return None
     sides = None if mode == "1d" else _grid(grid, n)
     if watched.traced() or watched.dispatched():
-        return _compute_factors(dim, n, sides, step, device, dtype)
+        compute = _compute_factors if dim % 8 else _in_one  # whose pieces begin where wide loads can read
+        return compute(dim, n, sides, step, device, dtype)
     key = (dim, n, sides, step, device, dtype)
     found = _FACTORS.get(key)
     if found is None:
@@ -95,6 +96,32 @@ def _compute_factors(
         Table(*(torch.cat((x, y.expand_as(x)), -1) for x, y in zip(far, still, strict=True))),
         Table(*(torch.cat((y.expand_as(x), x), -1) for x, y in zip(near, still, strict=True))),
         columns,
+    )
+
+
+def _in_one(dim: int, n: int, sides: tuple[int, int] | None, step: int, device: torch.device, dtype: torch.dtype) -> Factors:
+    """The same numbers as four pieces of one tensor (2, far + near, d / 2), for a traced graph: every layer of it computes its
+    own, and the compiler makes one kernel of this in place of four.
+    """
+    far, near = (-(-n // step), step) if sides is None else sides
+    row = torch.arange(far + near, device=device, dtype=torch.float64).unsqueeze(-1)
+    pair = torch.arange(0, dim, 2, device=device, dtype=torch.float64)
+    behind = row >= far
+    place = torch.where(behind, row - far, row if sides is not None else step * row)
+    if sides is None:
+        angle = place * BASE ** (-pair / dim)
+    else:
+        by_column = pair >= dim // 2
+        angle = place * BASE ** (-torch.where(by_column, pair - dim // 2, pair) / (dim // 2))
+        angle = torch.where(by_column ^ behind, 0.0, angle)  # the row turns no pair of the column
+    first = torch.arange(2, device=device).view(2, 1, 1) == 0
+    both = torch.where(first, angle.cos(), angle.sin()).to(dtype)
+
+    def cut(which: int, begin: int, rows: int) -> Tensor:  # a slice would be computed apart
+        return both.as_strided((rows, dim // 2), (dim // 2, 1), (which * (far + near) + begin) * (dim // 2))
+
+    return Factors(
+        Table(cut(0, 0, far), cut(1, 0, far)), Table(cut(0, far, near), cut(1, far, near)), step if sides is None else near
     )
 
 

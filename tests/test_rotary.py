@@ -119,3 +119,29 @@ def test_none_and_errors() -> None:
         rotary.table("2d", 16, 12, None, device=CPU, dtype=F64)
     with pytest.raises(ShapeError, match="3 x 5 = 15 tokens, but z has 12"):
         rotary.table("2d", 16, 12, (3, 5), device=CPU, dtype=F64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "n", "grid"),
+    [(384, 197, None), (384, 196, (14, 14)), (8, 1, None), (64, 32, None), (64, 33, None), (24, 12, (3, 4)), (20, 12, (3, 4))],
+    ids=str,
+)
+def test_a_traced_graph_computes_the_same_factors(
+    dim: int, n: int, grid: tuple[int, int] | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, as pieces of one tensor, each from an address that wide loads can use."""
+
+    def factors() -> rotary.Factors:
+        found = rotary.factors("2d" if grid else "1d", dim, n, grid, step=32, device=CPU, dtype=dtype)
+        assert found is not None
+        return found
+
+    eager = factors()
+    monkeypatch.setattr(rotary.watched, "traced", lambda: True)
+    traced = factors()
+    assert traced.step == eager.step
+    pieces = (*traced.far, *traced.near)
+    for one, other in zip(pieces, (*eager.far, *eager.near), strict=True):
+        assert torch.equal(one, other) and one.is_contiguous() and one.data_ptr() % 16 == 0
+    assert len({x.untyped_storage().data_ptr() for x in pieces}) == (1 if dim % 8 == 0 else 4)
