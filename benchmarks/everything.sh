@@ -54,7 +54,7 @@ models)
 layers)
   limited 75 block "${blocks[@]}" --json "$out/block.json"
   limited 90 tokens python3 benchmarks/tokens.py --json "$out/tokens.json"
-  limited 60 mlp python3 benchmarks/mlp.py --json "$out/mlp.json"
+  limited 75 mlp python3 benchmarks/mlp.py --dims 384 --json "$out/mlp.json"
   limited 60 silent python3 benchmarks/silent.py --dims 384 --active 8 4 2 1 --json "$out/silent.json"
   limited 215 operators python3 -m dmst bench operators --out "$out/operators.json" --limit "${OPERATORS_LIMIT:-200}"
   grep -hE "│ (compiled|recorded|forward|kept|peak)|no time|parity failed" "$logs"/operators

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from dmst import provenance, use_kernels
 from dmst.bench import timing
 from dmst.bench.measure import FELL_BACK
+from dmst.kernels import hidden
 from dmst.models.feedforward import Mlp
 from dmst.models.zoo import model_config
 
@@ -51,6 +52,9 @@ def measure(call: Callable[[Tensor], Tensor], exact: Callable[[Tensor], Tensor],
 def rows(b: int, n: int, dim: int) -> list[dict[str, Any]]:
     mlp, wide = made(dim), made(dim).double()
     tokens = [torch.randn(b, n, dim, device="cuda", dtype=torch.bfloat16) for _ in range(SETS)]
+    with torch.no_grad():
+        if not hidden.serves(tokens[0], mlp.fc1.weight):
+            raise SystemExit(f"the kernel does not serve {b} x {n} tokens of {dim} channels here")
     found = []
     for what in ("hidden", "mlp"):
         call, exact = (mlp.enter, wide.enter) if what == "hidden" else (mlp, wide)

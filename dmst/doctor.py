@@ -37,6 +37,7 @@ from torch import Tensor
 
 import dmst
 from dmst.kernels import Form, Weights, choice, closed_form, reference, silent
+from dmst.kernels.attempt import anew
 from dmst.operators import OPERATORS, Operator, create
 from dmst.operators.family import TokenStatistics
 
@@ -234,7 +235,7 @@ def kernels_on(device: torch.device) -> dict[str, Kernel]:
     if choice.verdict(device, torch.float32, Form(SMALL[3]), SMALL[2], "fused").fused:
         from dmst.kernels import registered  # imports Triton
 
-        registered._broken.clear()  # what failed earlier in this process is tried again, so that it is said again
+        anew()
         found["fused"] = registered.attend
     return found
 

@@ -7,6 +7,7 @@
     recorded(x)     a CUDA graph is recorded where x is: nothing has a value yet
     hooked(x)       a module whose call somebody would miss: hooks, a forward of its own as an object, compiled by itself
     everywhere()    a hook on every module there is
+    surely(x)       x, a condition on sizes; while a graph is traced, whether it holds for all that the graph will serve
     nobody()        none of the first four, asked at once: plain eager execution, where each question costs the host
 
 Plain eager execution answers no every time. Each asks PyTorch's private state, so they are asked in this one file.
@@ -76,3 +77,12 @@ def hooked(module: torch.nn.Module) -> bool:
 
 def everywhere() -> bool:
     return _has_any_global_hook()
+
+
+def surely(condition: bool) -> bool:
+    """No guard: a graph for every length stays one."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # sympy, which a compiler has imported
+
+    return statically_known_true(condition)

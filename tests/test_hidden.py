@@ -11,7 +11,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dmst[kernels]'")
 
 import dmst
-from dmst.kernels import choice, hidden, plan
+from dmst.kernels import attempt, choice, hidden, plan
 from dmst.kernels.fused import hopper
 from dmst.models.feedforward import Mlp
 from dmst.models.zoo import model_config
@@ -64,7 +64,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(hopper, "hidden", Watched.hidden)
     monkeypatch.setattr(hidden, "_on_gpu", lambda z: True)
     monkeypatch.setattr(hidden, "_fits", lambda index, dtype, h, d: dtype == BF16 and h % 64 == 0)
-    monkeypatch.setattr(hidden, "_broken", [])
+    monkeypatch.setattr(attempt, "broken", set())
     monkeypatch.setattr(plan, "BY_HAND", 8)
     return seen
 
@@ -162,6 +162,28 @@ def test_a_traced_graph_has_it_as_one_node(there: list) -> None:
     assert exported is not None and not any("linear_gelu" in str(node.target) for node in exported.graph.nodes)
 
 
+def test_a_graph_for_every_length_stays_one(there: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No guard on a size: of tokens that may be too few, plain torch."""
+    monkeypatch.setattr(plan, "BY_HAND", 64)
+    made, seen = mlp(), []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        seen.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    compiled = torch.compile(made, backend=backend, fullgraph=True)
+    with torch.no_grad(), autocast():
+        for b in (2, 1, 30):
+            z = torch.randn(b + 1, 5, 64)
+            torch._dynamo.mark_dynamic(z, 0, min=2, max=1024)
+            assert relative(compiled(z), made(z)) < 1e-2
+        some = torch.compile(lambda z, mask: made(z[mask]), backend=backend, fullgraph=True)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            z = torch.randn(40, 64)
+            assert relative(some(z, z[:, 0] > 0), made(z[z[:, 0] > 0])) < 1e-2
+    assert len(seen) == 2 and not any("linear_gelu" in name for names in seen for name in names)
+
+
 def test_the_operator_keeps_its_promises(there: list) -> None:
     z, weight, bias = torch.randn(2, 5, 64, dtype=BF16), torch.randn(128, 64, dtype=BF16), torch.randn(128, dtype=BF16)
     for given in ((z, weight, bias), (z, weight, None)):
@@ -191,7 +213,7 @@ def test_out_of_memory_is_raised(there: list, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(hopper, "hidden", fails)
     with torch.no_grad(), autocast(), pytest.raises(torch.cuda.OutOfMemoryError):
         mlp()(torch.randn(2, 5, 64))
-    assert not hidden._broken
+    assert not attempt.broken
 
 
 def test_this_machine_is_asked() -> None:

@@ -30,6 +30,7 @@ from dmst.bench.model_plan import COMPILER, MODES, Task
 from dmst.bench.parity import SETS, Judged
 from dmst.bench.record import Row
 from dmst.kernels import use_kernels
+from dmst.kernels.attempt import anew
 
 KEYS = (
     "what", "mode", "B", "pixels", "dtype", "parameters", "kernel", "inference", "training", "peak_mb", "error",
@@ -70,6 +71,7 @@ def measured(task: Task, setting: Setting, fallen: dict[str, str]) -> Row:
         warnings.simplefilter("always")
         try:
             if task.what not in fallen:
+                anew()  # what failed for another network, which may have the same layers
                 _measure(task, setting, row)
         except Exception as error:  # a network may fail in any way; the others are still to be measured
             row["failure"] = measure.first_line(f"{type(error).__name__}: {error}")

@@ -17,19 +17,17 @@ from dmst.kernels.arithmetic import aligned, cast
 from dmst.kernels.attempt import attempt
 from dmst.kernels.autocast import autocast_is_on
 
-_broken: list[str] = []
-
 
 def serves(z: Tensor, weight: Tensor) -> bool:
     """Whether the kernel computes the hidden channels of tokens z (..., d) by a weight (h, d), now."""
-    if not _on_gpu(z) or torch.is_grad_enabled() or choice.chosen() == "reference" or _broken:
+    if not _on_gpu(z) or torch.is_grad_enabled() or choice.chosen() == "reference":
         return False
     if watched.exported() or watched.transformed() or watched.dispatched():
         return False
     (h, d), alike = weight.shape, autocast_is_on(z) or z.dtype == weight.dtype
-    if not alike or z.shape[-1] != d or not _fits(z.device.index, compute_dtype(z), h, d):
+    if not alike or z.device != weight.device or z.shape[-1] != d or not _fits(z.device.index, compute_dtype(z), h, d):
         return False
-    return plan.by_hand(z.numel() // d)
+    return watched.surely(plan.by_hand(z.numel() // d))
 
 
 def linear_gelu(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -57,7 +55,7 @@ _fits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _run(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return attempt(_broken, "the hidden channels of MLPs", _fused, _plain, z, weight, bias)
+    return attempt("the hidden channels of MLPs", (weight.shape, z.dtype, z.device), _fused, _plain, z, weight, bias)
 
 
 def _fused(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -44,10 +44,7 @@ def _served(hidden: Tensor, weight: Tensor) -> bool:
     forced = choice.chosen() == "fused"
     if choice.machine_problem(hidden.device.type, hidden.device.index or 0, forced):
         return False
-    return not watched.exported() and _library() and not _broken
-
-
-_broken: list[str] = []
+    return not watched.exported() and _library()
 
 
 @functools.cache
@@ -55,7 +52,8 @@ def _library() -> bool:
     """Define the operators once, when a machine that can run them asks."""
     from dmst.kernels.fused import neighbours
 
-    run = functools.partial(attempt, _broken, "local MLPs")
+    def run(call: Any, plain: Any, z: Tensor, *rest: Any) -> Any:
+        return attempt("local MLPs", (z.shape[-1], z.dtype, z.device), call, plain, z, *rest)
 
     @torch.library.custom_op("dmst::local_gelu", mutates_args=())
     def forward(hidden: Tensor, taps: Tensor, rows: int, columns: int) -> Tensor:

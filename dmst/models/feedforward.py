@@ -43,7 +43,7 @@ class Mlp(nn.Module):
 
     def enter(self, z: Tensor) -> Tensor:
         """gelu(W1 z), in one where the kernels make it and nobody listens to fc1."""
-        if hidden.serves(z, self.fc1.weight) and is_plain(self.fc1):
+        if is_plain(self.fc1) and hidden.serves(z, self.fc1.weight):
             return hidden.linear_gelu(z, self.fc1.weight, self.fc1.bias)
         return gelu(self.fc1(z))
 
