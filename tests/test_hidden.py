@@ -53,6 +53,7 @@ def test_every_16_bit_number(dtype: torch.dtype) -> None:
 def there(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """A Hopper GPU that is not there: the kernel in plain torch, on this CPU. A list of what it was called with."""
     seen: list[tuple[int, ...]] = []
+    assert not choice.triton_problem()  # and so what watches the kernels' files for what is replaced is there
 
     class Watched(Products):
         @staticmethod

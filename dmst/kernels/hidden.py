@@ -7,6 +7,9 @@ GELU there keeps nothing else. `dmst::linear_gelu` is one node of a traced graph
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -35,7 +38,7 @@ def linear_gelu(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dtype = compute_dtype(z)
     with without_autocast(z):
         tensors = cast(z, dtype), cast(weight, dtype), cast(bias, dtype)
-        return _run(*tensors) if watched.nobody() else _operator(*tensors)
+        return _run(*tensors) if watched.nobody() else torch.ops.dmst.linear_gelu(*tensors)
 
 
 def _on_gpu(z: Tensor) -> bool:
@@ -58,9 +61,16 @@ def _run(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return attempt("the hidden channels of MLPs", (weight.shape, z.dtype, z.device), _fused, _plain, z, weight, bias)
 
 
-def _fused(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _fused(*tensors: Tensor | None) -> Tensor:
+    from dmst.kernels.fused import tape
+
+    return tape.play(_pass, (), tensors)
+
+
+def _pass(tensors: Sequence[Any]) -> Tensor:
     from dmst.kernels.fused import hopper
 
+    z, weight, bias = tensors
     return hopper.hidden(aligned(z), weight, None if bias is None else bias.contiguous())
 
 
@@ -68,11 +78,12 @@ def _plain(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.gelu(F.linear(z, weight, bias))
 
 
-@torch.library.custom_op("dmst::linear_gelu", mutates_args=())
-def _operator(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _run(z, weight, bias)
+library = torch.library.Library("dmst", "FRAGMENT")  # straight to Python: `custom_op` asks the host for more
+library.define("linear_gelu(Tensor z, Tensor weight, Tensor? bias) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    library.impl("linear_gelu", _run, _device)
 
 
-@_operator.register_fake
+@torch.library.register_fake("dmst::linear_gelu", lib=library)
 def _(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return z.new_empty(*z.shape[:-1], weight.shape[0])
