@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install 'dmst
 
 import dmst
 from dmst.kernels import attempt, choice, hidden, plan
-from dmst.kernels.fused import hopper
+from dmst.kernels.fused import casts, hopper
 from dmst.models.feedforward import Mlp
 from dmst.models.zoo import model_config
 from tests.cases import relative
@@ -63,6 +63,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
             return Products.hidden(x, weight, bias)
 
     monkeypatch.setattr(hopper, "hidden", Watched.hidden)
+    monkeypatch.setattr(casts, "cast_all", lambda dtype, *tensors: [None if x is None else x.to(dtype) for x in tensors])
     monkeypatch.setattr(hidden, "_on_gpu", lambda z: True)
     monkeypatch.setattr(hidden, "_fits", lambda index, dtype, h, d: dtype == BF16 and h % 64 == 0)
     monkeypatch.setattr(attempt, "broken", set())

@@ -35,10 +35,9 @@ def serves(z: Tensor, weight: Tensor) -> bool:
 
 def linear_gelu(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """gelu(z W^T + b), (..., h), in the compute dtype. Only where `serves`."""
-    dtype = compute_dtype(z)
+    low = cast(z, compute_dtype(z))  # in the graph: the compiler writes it so where it makes z
     with without_autocast(z):
-        tensors = cast(z, dtype), cast(weight, dtype), cast(bias, dtype)
-        return _run(*tensors) if watched.nobody() else torch.ops.dmst.linear_gelu(*tensors)
+        return _run(low, weight, bias) if watched.nobody() else torch.ops.dmst.linear_gelu(low, weight, bias)
 
 
 def _on_gpu(z: Tensor) -> bool:
@@ -68,14 +67,15 @@ def _fused(*tensors: Tensor | None) -> Tensor:
 
 
 def _pass(tensors: Sequence[Any]) -> Tensor:
-    from dmst.kernels.fused import hopper
+    from dmst.kernels.fused import casts, hopper
 
-    z, weight, bias = tensors
+    z, *weights = tensors
+    weight, bias = casts.cast_all(z.dtype, *weights)
     return hopper.hidden(aligned(z), weight, None if bias is None else bias.contiguous())
 
 
 def _plain(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.gelu(F.linear(z, weight, bias))
+    return F.gelu(F.linear(z, cast(weight, z.dtype), cast(bias, z.dtype)))
 
 
 library = torch.library.Library("dmst", "FRAGMENT")  # straight to Python: `custom_op` asks the host for more
