@@ -274,13 +274,13 @@ def test_a_fused_kernel_that_gives_way_has_failed(monkeypatch: pytest.MonkeyPatc
     """The plain kernel takes over, and its right numbers do not count."""
     if choice.triton_problem():
         pytest.skip("needs Triton")
-    from dmst.kernels import registered
+    from dmst.kernels import attempt, registered
 
     def breaks(*_: object) -> None:
         raise RuntimeError("out of resource: shared memory")
 
     monkeypatch.setattr(registered.layer, "forward", breaks)
-    monkeypatch.setattr(registered, "_broken", set())
+    monkeypatch.setattr(registered, "_broken", attempt.remembered())
     monkeypatch.setattr(choice, "interpreted", lambda: True)
     for _ in range(2):  # what gave way once is silent afterwards: it must be said again
         test = doctor.check(HERE, "fused", torch.float32, doctor.kernels_on(HERE)["fused"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dmst[kernels]'")
 
 import dmst
-from dmst.kernels import attempt, choice, hidden, plan
+from dmst.kernels import choice, hidden, plan
 from dmst.kernels.fused import casts, hopper
 from dmst.models.feedforward import Mlp
 from dmst.models.zoo import model_config
@@ -66,7 +66,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(casts, "cast_all", lambda dtype, *tensors: [None if x is None else x.to(dtype) for x in tensors])
     monkeypatch.setattr(hidden, "_on_gpu", lambda z: True)
     monkeypatch.setattr(hidden, "_fits", lambda index, dtype, h, d: dtype == BF16 and h % 64 == 0)
-    monkeypatch.setattr(attempt, "broken", set())
+    monkeypatch.setattr(hidden, "_broken", set())
     monkeypatch.setattr(plan, "BY_HAND", 8)
     return seen
 
@@ -215,7 +215,7 @@ def test_out_of_memory_is_raised(there: list, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(hopper, "hidden", fails)
     with torch.no_grad(), autocast(), pytest.raises(torch.cuda.OutOfMemoryError):
         mlp()(torch.randn(2, 5, 64))
-    assert not attempt.broken
+    assert not hidden._broken
 
 
 def test_this_machine_is_asked() -> None:

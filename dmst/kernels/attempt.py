@@ -1,8 +1,14 @@
-"""A kernel, or from its first failure on plain torch in its place: slower, never different, and said once a kind."""
+"""A kernel, or from its first failure on plain torch in its place: slower, never different, and said once a kind.
+
+    attempt(z, call, plain, arguments, broken, kind, says)     call(*arguments), or plain(*arguments)
+    remembered()                                               a new set `broken`: the kinds that failed
+    anew()                                                     every such set emptied
+
+Who calls asks first whether its kind has failed, as fast as it can.
+"""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -10,35 +16,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-broken: set[Hashable] = set()
+from dmst.errors import DmstError
+
+_sets: list[set[Hashable]] = []
 
 
-def attempt(what: str, kind: Hashable, call: Callable[..., Any], plain: Callable[..., Any], z: Tensor, *rest: Any) -> Any:
-    """`call`, which computes `what`, or `plain`, of z and the rest. Out of memory is raised as it is."""
-    if (what, kind) in broken:
-        return plain(z, *rest)
-    try:
-        index = z.get_device()
-        if index < 0 or index == torch.cuda.current_device():  # Triton launches on the current one
-            return call(z, *rest)
-        with torch.cuda.device(index):
-            return call(z, *rest)
-    except Exception as error:  # a compiler fails in many ways
-        if "out of memory" in str(error).lower():
-            raise
-        result = plain(z, *rest)
-        broken.add((what, kind))
-        first = (str(error).strip() or "no message").splitlines()[0]
-        warnings.warn(
-            f"The fused kernel does not work here for {what} ({type(error).__name__}: {first}). Using plain torch instead.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return result
+def remembered() -> set[Hashable]:
+    _sets.append(set())
+    return _sets[-1]
 
 
 def anew() -> None:
     """What failed earlier in this process is tried again, so that it is said again."""
-    broken.clear()
-    if (registered := sys.modules.get("dmst.kernels.registered")) is not None:  # where Triton is
-        registered._broken.clear()
+    for broken in _sets:
+        broken.clear()
+
+
+def attempt(
+    z: Tensor, call: Callable[..., Any], plain: Callable[..., Any], arguments: tuple, broken: set[Hashable], kind: Hashable,
+    says: Callable[[str], str],
+) -> Any:  # fmt: skip
+    """On the device of z. `says` puts the reason into words. Out of memory is raised as it is."""
+    try:
+        index = z.get_device()
+        if index < 0 or index == torch.cuda.current_device():  # Triton launches on the current one
+            return call(*arguments)
+        with torch.cuda.device(index):
+            return call(*arguments)
+    except DmstError:  # what is wrong with the call itself, and blames no kernel
+        raise
+    except Exception as error:  # the compiler has many ways to fail, and each means the same here
+        if "out of memory" in str(error).lower():
+            raise
+        result = plain(*arguments)  # what is wrong with the call itself is raised from here, and blames no kernel
+        broken.add(kind)
+        first = (str(error).strip() or "no message").splitlines()[0]
+        warnings.warn(says(f"{type(error).__name__}: {first}"), RuntimeWarning, stacklevel=3)
+        return result

@@ -17,8 +17,10 @@ from torch.nn import functional as F
 from dmst import watched
 from dmst.kernels import choice, compute_dtype, plan, without_autocast
 from dmst.kernels.arithmetic import aligned, cast
-from dmst.kernels.attempt import attempt
+from dmst.kernels.attempt import attempt, remembered
 from dmst.kernels.autocast import autocast_is_on
+
+_broken = remembered()
 
 
 def serves(z: Tensor, weight: Tensor) -> bool:
@@ -57,7 +59,14 @@ _fits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _run(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return attempt("the hidden channels of MLPs", (weight.shape, z.dtype, z.device), _fused, _plain, z, weight, bias)
+    kind = weight.shape, z.dtype, z.device
+    if kind in _broken:
+        return _plain(z, weight, bias)
+
+    def says(why: str) -> str:
+        return f"The fused kernel does not work here for the hidden channels of MLPs ({why}). Using plain torch instead."
+
+    return attempt(z, _fused, _plain, (z, weight, bias), _broken, kind, says)
 
 
 def _fused(*tensors: Tensor | None) -> Tensor:

@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from dmst import watched
 from dmst.errors import DmstError, ShapeError
 from dmst.kernels import choice
-from dmst.kernels.attempt import attempt
+from dmst.kernels.attempt import attempt, remembered
+
+_broken = remembered()
 
 
 def local_gelu(hidden: Tensor, weight: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -53,7 +55,14 @@ def _library() -> bool:
     from dmst.kernels.fused import neighbours
 
     def run(call: Any, plain: Any, z: Tensor, *rest: Any) -> Any:
-        return attempt("local MLPs", (z.shape[-1], z.dtype, z.device), call, plain, z, *rest)
+        kind = z.shape[-1], z.dtype, z.device
+        if kind in _broken:
+            return plain(z, *rest)
+
+        def says(why: str) -> str:
+            return f"The fused kernel does not work here for local MLPs ({why}). Using plain torch instead."
+
+        return attempt(z, call, plain, (z, *rest), _broken, kind, says)
 
     @torch.library.custom_op("dmst::local_gelu", mutates_args=())
     def forward(hidden: Tensor, taps: Tensor, rows: int, columns: int) -> Tensor:

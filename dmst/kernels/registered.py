@@ -11,9 +11,7 @@ width and dtype: slower, never different.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from dmst.errors import DmstError
 from dmst.kernels import arithmetic, closed_form, plan, reference
 from dmst.kernels import form as form_module
 from dmst.kernels.arithmetic import cast, wide
+from dmst.kernels.attempt import attempt, remembered
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import Form, Weights
 from dmst.kernels.fused import layer, tape
@@ -204,45 +203,27 @@ def _unpack(arguments: tuple[Any, ...], z: Tensor) -> tuple[Weights, rotary.Fact
     return Weights(*tensors[:W]), factors, Form.read(text), dtype
 
 
-_broken: set[tuple] = set()
+_broken = remembered()
 
 
 def _attempt(
     fused: Callable[..., Any], plain: Callable[..., Any], call: tuple, z: Tensor, form: Form, dtype: torch.dtype
 ) -> Any:
-    if not z.numel() or (_broken and _key(z, form, dtype) in _broken):
+    kind = _key(z, form, dtype)
+    if not z.numel() or (_broken and kind in _broken):
         return plain(*call)
-    try:
-        index = z.get_device()
-        if index < 0 or index == torch.cuda.current_device():  # Triton launches on the current one
-            return fused(*call)
-        with torch.cuda.device(index):
-            return fused(*call)
-    except DmstError:  # what is wrong with the call itself, and blames no kernel
-        raise
-    except Exception as error:  # the compiler has many ways to fail, and each means the same here
-        if "out of memory" in str(error).lower():
-            raise
-        result = plain(*call)  # what is wrong with the call itself is raised from here, and blames no kernel
-        _broken.add(_key(z, form, dtype))
-        first = (str(error).strip() or "no message").splitlines()[0]
-        warnings.warn(
-            f"The fused kernel does not work here for tokens {tuple(z.shape)} in {z.dtype}, {form.num_heads} heads "
-            f"({type(error).__name__}: {first}). Using the plain one from now on; `dmst doctor` says more.",
-            RuntimeWarning,
-            stacklevel=2,
+
+    def says(why: str) -> str:
+        return (
+            f"The fused kernel does not work here for tokens {tuple(z.shape)} in {z.dtype}, {form.num_heads} heads ({why}). "
+            "Using the plain one from now on; `dmst doctor` says more."
         )
-        return result
+
+    return attempt(z, fused, plain, call, _broken, kind, says)
 
 
 def _key(z: Tensor, form: Form, dtype: torch.dtype) -> tuple:
     return form, z.shape[-1], z.dtype, dtype, z.device
-
-
-def _device_of(z: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device: no context at all where it is that of z."""
-    index = z.get_device()
-    return nullcontext() if index < 0 or index == torch.cuda.current_device() else torch.cuda.device(index)
 
 
 def _grid(z: Tensor, form: Form, factors: rotary.Factors | None) -> tuple[int, int] | None:

@@ -11,8 +11,8 @@ dense layer takes its place.
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from dmst import rotary
 from dmst.kernels import plan, registered
 from dmst.kernels.arithmetic import aligned, cast
+from dmst.kernels.attempt import attempt, remembered
 from dmst.kernels.form import Form, Weights
 from dmst.kernels.fused import active_hopper, calls, few
 from dmst.kernels.fused.active import finish_active_kernel, gate_active_kernel, out_active_kernel, project_active_kernel
@@ -30,7 +31,7 @@ from dmst.kernels.fused.launch import Cut, launch, planned
 from dmst.kernels.fused.short import short_kernel
 from dmst.kernels.plan import over
 
-_broken: set[tuple] = set()
+_broken = remembered()
 
 
 def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
@@ -40,22 +41,17 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
         return registered.attend(z, weights, form, grid=grid, dtype=dtype)
     _, n, d = z.shape
     factors = rotary.factors(form.rotary, d, n, grid, step=plan.STEP, device=z.device, dtype=F32)
-    try:
-        with registered._device_of(z):
-            return forward(z, weights, form, factors, dtype)
-    except Exception as error:  # the compiler has many ways to fail, and each means the same here
-        if "out of memory" in str(error).lower():
-            raise
-        result = registered.attend(z, weights, form, grid=grid, dtype=dtype)
-        _broken.add(key)
-        first = (str(error).strip() or "no message").splitlines()[0]
-        warnings.warn(
-            f"The kernels that leave silent heads out do not work here for tokens {tuple(z.shape)} in {z.dtype}, "
-            f"{form.num_heads} heads ({type(error).__name__}: {first}). Computing every head from now on.",
-            RuntimeWarning,
-            stacklevel=2,
+
+    def every_head(*_: Any) -> Tensor:
+        return registered.attend(z, weights, form, grid=grid, dtype=dtype)
+
+    def says(why: str) -> str:
+        where = f"tokens {tuple(z.shape)} in {z.dtype}, {form.num_heads} heads"
+        return (
+            f"The kernels that leave silent heads out do not work here for {where} ({why}). Computing every head from now on."
         )
-        return result
+
+    return attempt(z, forward, every_head, (z, weights, form, factors, dtype), _broken, key, says)
 
 
 def forward(z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype) -> Tensor:
