@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from typer.testing import CliRunner
 
 from dmst import cli, kernels, provenance
 from dmst.bench import acceptance, figure, layers, measure, operators, parity, plan, record, tables, timing, training
+from dmst.bench.draw import Draw, drawn
 from dmst.cli import bench as bench_command
 from dmst.errors import BadFileError, MissingExtraError, OptionError, UnknownNameError
 
@@ -524,6 +528,8 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Paper]:
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(timing, "WARM_SECONDS", 0)
+    monkeypatch.setattr(timing, "SETTLED_SECONDS", 0)
+    monkeypatch.setattr(timing, "drawn", lambda work: None)
     timing._side.cache_clear()
     yield device
     timing._side.cache_clear()
@@ -551,6 +557,55 @@ def test_queued_calls_are_not_waited_for(paper: Paper, monkeypatch: pytest.Monke
     assert set(turns) == set(range(parity.SETS))
     assert turns[-1] == 0 == timed.last[0].sum()
     assert ("waited", 0) not in paper.diary
+
+
+def test_queued_calls_begin_when_the_clock_has_settled(paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of calls, then clock and power while it is called again, then what is timed."""
+    monkeypatch.setattr(timing, "SETTLED_SECONDS", 0.05)
+
+    def drawn(work: Callable[[], object]) -> Draw:
+        paper.diary.append(("asked", 0))
+        work()
+        return Draw(1500.0, 690.0)
+
+    monkeypatch.setattr(timing, "drawn", drawn)
+    begun = time.perf_counter()
+    timed = timing.queued(paper.step)
+    names = [what for what, _ in paper.diary]
+    assert names[names.index("asked") :].count("called") == timing.WARM + timing.GROUPS * timing.CALLS
+    assert names[: names.index("asked")].count("called") >= timing.WARM and time.perf_counter() - begun > 0.05
+    assert timed.draw == (1500.0, 690.0)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ('echo "$1 $2" >&2; echo "$1 $2" > ASKED; sleep 0.2; echo "1455, 692.4"', Draw(1455.0, 692.4)),
+        ("echo 'Field \"power.draw.instant\" is not a valid field to query.'; exit 2", None),
+        ("sleep 30; echo 1455, 692", None),
+    ],
+    ids=["answers", "an older driver", "too late"],
+)
+def test_clock_and_power_are_read_while_it_works(
+    script: str, said: Draw | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n" + script.replace("ASKED", str(tmp_path / "asked")) + "\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="12-34"))
+    calls: list[int] = []
+    begun = time.perf_counter()
+    assert drawn(lambda: (calls.append(0), time.sleep(0.01)), patience=1.0) == said
+    assert time.perf_counter() - begun < 5
+    if said:
+        assert len(calls) > 3
+        assert (tmp_path / "asked").read_text().split() == ["--id=GPU-12-34", "--query-gpu=clocks.sm,power.draw.instant"]
+
+
+def test_no_clock_where_there_is_no_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert drawn(lambda: pytest.fail("nothing to wait for")) is None
 
 
 def test_recorded_marks_every_call_and_keeps_a_copy(paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:

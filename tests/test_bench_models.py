@@ -28,6 +28,7 @@ from dmst.bench import (
     record,
     timing,
 )
+from dmst.bench.draw import Draw
 from dmst.errors import BadFileError, MissingExtraError, OptionError, UnknownNameError
 
 CPU = torch.device("cpu")
@@ -188,7 +189,7 @@ def test_each_pass_has_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
 
     def timer(name: str) -> Callable[[timing.Step], timing.Timed]:
-        return lambda step: (used.append(name), timing.Timed([2.0, 2.0], step(0)))[1]
+        return lambda step: (used.append(name), timing.Timed([2.0, 2.0], step(0), Draw(1500.0, 690.0)))[1]
 
     def compiler(model: nn.Module, mode: str | None) -> tuple[nn.Module, Callable[[], str]]:
         used.append(f"compile {mode}")
@@ -202,6 +203,7 @@ def test_each_pass_has_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
         "graph", "queued", "compile None", "queued", "queued", "compile reduce-overhead", "recorded", "recorded",
     ]  # fmt: skip
     assert [(row["inference"], row["training"]) for row in rows] == [(3000.0, 3000.0)] * 3  # 6 images in 2 ms
+    assert [row["draw"] for row in rows] == [[(1500.0, 690.0)] * 2] * 3
     assert [row["note"] for row in rows] == [None, "2 graph breaks", "2 graph breaks"]
     assert rows[1]["kernel"] == rows[2]["kernel"] == "reference"  # what the compiler is given on a CPU
 

@@ -77,7 +77,7 @@ CASES = {
         (active_hopper.fold_out_hopper_kernel, dict(D=64, P=64, K=1, COLUMNS=64, units=1)))],
     "gluon": [(hopper.hopper_kernel, c) for c in (
         PRODUCT, dict(PRODUCT, MOMENTS=True), dict(PRODUCT, BY_SAMPLE=True),
-        dict(PRODUCT, D=256, OUT=256, COLUMNS=128, P=64, MOMENTS=True), dict(PRODUCT, OUT=1536, P=16, HIDDEN=True),
+        dict(PRODUCT, D=256, OUT=256, COLUMNS=128, P=64, MOMENTS=True), dict(PRODUCT, OUT=1536, COLUMNS=128, P=16, HIDDEN=True),
         dict(PRODUCT, D=64, OUT=320, COLUMNS=64, P=16, HIDDEN=True, BIAS=False, bias_ptr=None))]
     + [(resident.settle_kernel, c) for c in (SETTLE, dict(SETTLE, MODE=2, UNIFORM=True, GATED=False, DELTA=False))]
     + [(resident.pull_kernel, c) for c in (PULL, dict(PULL, MODE=2, SIGMOID=False, BIAS=False, UPDATE=False, update_ptr=None))]

@@ -424,7 +424,7 @@ def test_the_calls_of_gluon_kernels_fit_them(monkeypatch: pytest.MonkeyPatch) ->
         written = kernel in (resident.pull_kernel, stream.stream_kernel)
         assert constants.get("enable_fp_fusion") is (False if written else None)  # whose bits are no choice of the compiler
         assert all(0 < size < 2**31 for size in grid)
-    assert [cut.grid for _, cut in cuts] == [(132,), (128,), (5,), (256 * 6,), (256 * 8,), (64, 4, 2)]
+    assert [cut.grid for _, cut in cuts] == [(132,), (132,), (5,), (256 * 6,), (256 * 8,), (64, 4, 2)]
     assert resident.fits(1024, 384, 48, low, there) and not resident.fits_pull(1024, 384, 48, low, there)
     for cached in (hopper._plan, resident._plan_settle, resident._plan_pull, resident._fits, resident._fits_pull):
         cached.cache_clear()  # of a machine that was not there

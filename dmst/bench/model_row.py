@@ -9,6 +9,7 @@ peak_mb                  MiB: the most allocated during a training step less wha
 error, gradient_error    distance of logits and of all gradients from the plain steps in a wider type; None for timm's
 versions, commit         of what was measured
 failure, note, spread    why there is no time; the first warning; distance of the quartiles over the median, the worse of both
+draw                     MHz and W of inference, and of training (draw.py); None where they are not timed in a row
 
 Whatever goes wrong is part of the row: an error, parity that failed, a fused kernel that fell back to the plain steps.
 """
@@ -34,15 +35,16 @@ from dmst.kernels.attempt import anew
 
 KEYS = (
     "what", "mode", "B", "pixels", "dtype", "parameters", "kernel", "inference", "training", "peak_mb", "error",
-    "gradient_error", "versions", "commit", "failure", "note", "spread",
+    "gradient_error", "versions", "commit", "failure", "note", "spread", "draw",
 )  # fmt: skip
-FIGURES = ("inference", "training", "peak_mb", "spread")  # what a row that failed does not tell
+FIGURES = ("inference", "training", "peak_mb", "spread", "draw")  # what a row that failed does not tell
 UNITS = {
     "inference, training": "images a second, from the median; training is forward, cross entropy and backward, no optimizer",
     "peak_mb": "MiB (2**20 bytes) of a training step, weights and images not counted; not told of recorded steps",
     "error, gradient_error": "relative L2 against the plain steps in float32 (of 16-bit autocast) or float64",
-    "compiled": "torch.compile(dynamic=False); calls one after the other, CUDA events around each five",
+    "compiled": "torch.compile(dynamic=False); calls one after the other for a second, then CUDA events around each five",
     "recorded": 'torch.compile(mode="reduce-overhead", dynamic=False): CUDA graphs by the compiler; timed as compiled',
+    "draw": "MHz of the multiprocessors and W, of inference and of training, while it runs",
     "graph": "inference by CUDA-graph replay; training eager, timed as compiled",
     "eager": "each call between CUDA events, waited for; on a CPU by its clock",
 }
@@ -122,6 +124,7 @@ def _measure(task: Task, setting: Setting, row: Row) -> None:
         return
     row |= {"inference": _rate(task, inference), "training": _rate(task, training), "peak_mb": record.number(peak)}
     row["spread"] = record.number(max(inference.spread, training.spread), 2)
+    row["draw"] = [inference.draw, training.draw]
 
 
 def _refused(row: Row, key: str, judged: Judged | None) -> bool:

@@ -3,7 +3,8 @@
     eager      each repetition between two events, waited for: launch gaps count, as in a plain call
     graph      several calls in one CUDA graph, over all input sets in turn; replays queued back to back, so that launches hide
     compiled   torch.compile, then as eager
-    queued     calls one after the other, as a training loop makes them: the host is ahead where it can be; events around a few
+    queued     calls one after the other, as a training loop makes them: the host is ahead where it can be; events around a few;
+               after a second of them, when the clock has come down to what the power limit allows (draw.py)
     recorded   torch.compile with CUDA graphs of its own, then queued; each call says first that older results may go
     host       on a CPU: a clock
 
@@ -25,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dmst.bench.draw import Draw, drawn
 from dmst.bench.parity import SETS, Layer
 
 REPEATS = 30  # timed
@@ -32,6 +34,7 @@ REPEATS_SLOW = 21  # of calls that take 20 ms and more
 GROUPS, CALLS = 8, 5  # queued: events around each group of calls
 WARM = 3  # calls at least, and
 WARM_SECONDS = 0.05  # for the clocks to rise
+SETTLED_SECONDS = 1.0  # for them to fall again
 PATIENCE = 1.0  # seconds of repetitions on a CPU, where a call can be slow; three at least
 MIB = 2**20
 
@@ -42,6 +45,7 @@ Step = Callable[[int], Results]
 class Timed(NamedTuple):
     times: list[float]  # milliseconds of one call
     last: Results  # of set 0
+    draw: Draw | None = None  # where it was asked for
 
     @property
     def median(self) -> float:
@@ -59,10 +63,10 @@ def _turns(count: int) -> list[int]:
     return [i % SETS for i in reversed(range(count))]
 
 
-def _warm(step: Callable[[int], object]) -> float:
-    """Call until warm; returns the milliseconds of the last call."""
+def _warm(step: Callable[[int], object], least: float = 0.0) -> float:
+    """Call until warm, for `least` seconds; returns the milliseconds of the last call."""
     begun, calls, taken = time.perf_counter(), 0, 0.0
-    while calls < WARM or time.perf_counter() - begun < WARM_SECONDS:
+    while calls < WARM or time.perf_counter() - begun < max(least, WARM_SECONDS):
         start = time.perf_counter()
         step(calls % SETS)
         torch.cuda.synchronize()
@@ -97,7 +101,8 @@ def eager(step: Step) -> Timed:
 
 
 def queued(step: Step) -> Timed:
-    _warm(step)
+    _warm(step, SETTLED_SECONDS)
+    draw = drawn(lambda: _warm(step))
     pairs = _events(GROUPS)
     last: Results = ()
     turns = iter(_turns(GROUPS * CALLS))
@@ -108,7 +113,7 @@ def queued(step: Step) -> Timed:
             last = step(next(turns))
         end.record()
     torch.cuda.synchronize()
-    return Timed([_between(start, end, CALLS) for start, end in pairs], last)
+    return Timed([_between(start, end, CALLS) for start, end in pairs], last, draw)
 
 
 @functools.cache
@@ -149,8 +154,8 @@ def recorded(step: Step) -> Timed:
         torch.compiler.cudagraph_mark_step_begin()
         return step(turn)
 
-    times, last = queued(marked)
-    return Timed(times, tuple(value.clone() for value in last))  # the next call writes where these are
+    timed = queued(marked)
+    return timed._replace(last=tuple(value.clone() for value in timed.last))  # the next call writes where these are
 
 
 def host(step: Step) -> Timed:
