@@ -656,6 +656,24 @@ def test_a_compiled_run_learns_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("version", "device", "options"),
+    [
+        ("2.11.0+cu130", "cuda", {"comprehensive_padding": False}), ("2.13.0+cu130", "cuda", None), ("2.11.0+cpu", "cpu", None),
+    ],
+)  # fmt: skip
+def test_what_older_compilers_get_wrong_is_switched_off(
+    version: str, device: str, options: dict[str, bool] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded buffers, on a GPU. The compiler knows the option by this name."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda model, **given: asked.append(given) or model)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    work._compiled(nn.Identity(), torch.device(device))
+    assert asked == [{"dynamic": False, "options": options}]
+    assert "comprehensive_padding" in torch._inductor.list_options()
+
+
 @pytest.mark.parametrize("again", ["false", "true"], ids=["kept", "checkpointed"])
 def test_training_never_takes_cudnns_attention(again: str) -> None:
     """Of a known bug in its backward pass; nor when blocks run again there. What a user chose holds again afterwards."""
