@@ -580,7 +580,7 @@ def test_queued_calls_begin_when_the_clock_has_settled(paper: Paper, monkeypatch
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ('echo "$1 $2" >&2; echo "$1 $2" > ASKED; sleep 0.2; echo "1455, 692.4"', Draw(1455.0, 692.4)),
+        ('echo "$1 $2" > ASKED; sleep 0.2; echo "1455, 692.4"', Draw(1455.0, 692.4)),
         ("echo 'Field \"power.draw.instant\" is not a valid field to query.'; exit 2", None),
         ("sleep 30; echo 1455, 692", None),
     ],
@@ -612,12 +612,14 @@ def test_recorded_marks_every_call_and_keeps_a_copy(paper: Paper, monkeypatch: p
     """Warm calls too; the memory of the last results is the graph's."""
     own = torch.zeros(3)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: paper.diary.append(("marked", 0)))
+    monkeypatch.setattr(timing, "drawn", lambda work: Draw(1500.0, 690.0))
     timed = timing.recorded(lambda turn: (own.copy_(*paper.step(turn)),))
     assert timed.times == [2.0] * timing.GROUPS
     names = [what for what, _ in paper.diary]
     assert names == ["marked", "called"] * (timing.WARM + timing.GROUPS * timing.CALLS)
     own.fill_(7)
     assert timed.last[0].tolist() == [0, 0, 0]
+    assert timed.draw == (1500.0, 690.0)
 
 
 def test_a_graph_is_warmed_on_the_side_and_holds_every_set(paper: Paper) -> None:

@@ -80,7 +80,7 @@ def holds(file: str) -> bool:
 
 
 def read(file: str) -> tuple[dict[str, object], list[record.Row]]:
-    return record.read(Path(file), KEYS[:-1], "models")  # older files say nothing about clock and power
+    return record.read(Path(file), KEYS, "models")
 
 
 def check(file: str, readme: str | None = None) -> int:
