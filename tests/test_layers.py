@@ -11,7 +11,7 @@ import dmst
 ROOT = Path(dmst.__file__).parent
 # a row imports only rows below it; names on one row do not import each other; errors is open to all
 ROWS = [
-    ["calibration", "errors", "provenance", "settings", "watched", "whole"],
+    ["calibration", "errors", "photos", "provenance", "settings", "watched", "whole"],
     ["sparsemax", "rotary"],
     ["objective", "kernels"],
     ["operators"],
