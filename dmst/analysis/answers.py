@@ -1,8 +1,7 @@
-"""What a network answers over many images, kept small: a row an image, no picture; calibration and confusion from the rows.
+"""What a network answers over many images, kept small: a row per image, no picture.
 
-Answers      logits' best class, how sure, whether right, second best; gates of every layer
-calibration  dmst/calibration.py, of these rows
-confusion    (classes, classes): row is, column said
+Answers    best class, how sure, whether the label is among the five likeliest; gates of every layer
+counted    confusion and calibration of these rows (dmst/calibration.py)
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dmst.analysis.probes import only_looking
-from dmst.calibration import Bin
-from dmst.calibration import calibration as binned
+from dmst.calibration import Measured, measured
 from dmst.errors import OptionError
 from dmst.models import VisionModel
 
@@ -60,18 +58,8 @@ def answers(
     return Answers(says, sure, labels, top5, [torch.cat(kept) if kept else None for kept in gates])
 
 
-def calibration(found: Answers) -> tuple[float, list[Bin]]:
-    """The expected calibration error, and its bins."""
-    _check(found)
-    return binned(found.sure, found.right)
-
-
-def confusion(found: Answers, classes: int) -> Tensor:
-    """Counts, row is, column said."""
-    _check(found)
-    return torch.bincount(found.labels * classes + found.says, minlength=classes * classes).view(classes, classes)
-
-
-def _check(found: Answers) -> None:
+def counted(found: Answers, name: str, classes: int) -> Measured:
+    """Confusion and calibration of these answers; `name` says which images."""
     if not found.labelled:
         raise OptionError("these images have no labels of the network's classes: there is no right and wrong.")
+    return measured(name, classes, found.says, found.sure, found.labels, found.top5)

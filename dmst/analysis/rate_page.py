@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -22,18 +23,46 @@ CURVES = {
 }
 
 
-def write_page(path: str | Path, found: Mapping[str, Mapping[str, LayerRates]], names: Mapping[str, str]) -> Path:
-    """`found`: network -> place -> rates; `names`: network -> the images looked at."""
-    drawn = sections(found)
+BESIDE = {"all_heads": "R_var", "complete": "complete", "coding": "coding"}  # what can be compared between networks
+
+
+def write_page(path: str | Path, found: Mapping[str, Mapping[str, LayerRates]], images: str) -> Path:
+    """`found`: network -> place -> rates; `images`: those that all of them looked at."""
     first = next(iter(next(iter(found.values())).values()))
-    lead = f"<p>{escape('; '.join(sorted(set(names.values()))))}. Line: mean over images; band: one standard deviation.</p>"
+    drawn = [*([_side_by_side(found)] if len(found) > 1 else []), *sections(found)]
+    lead = f"<p>{escape(', '.join(found))} on {escape(images)}. Line: mean over images; band: one standard deviation.</p>"
     footer = (
         f"<p>{escape(first.convention.rpartition(', ')[0])}. After the operator and after the block: the same layer's norm "
+        "and subspaces, memberships computed anew.</p>"
     )
-    footer += "and subspaces, memberships computed anew.</p>"
-    rows = [(where, names[where], str(len(next(iter(each.values())).mean["coding"]))) for where, each in found.items()]
-    drawn.append(Section("Looked at", table(("network", "images", "layers"), rows)))
     return write_report(path, "What the layers do to the rate", lead, drawn, footer)
+
+
+def _side_by_side(found: Mapping[str, Mapping[str, LayerRates]]) -> Section:
+    """One chart and one table of all networks, at the operator's input."""
+    before = {where: rates["input"] for where, rates in found.items()}
+    name = "all_heads" if any(math.isfinite(x) for each in before.values() for x in each.mean["all_heads"]) else "coding"
+    chart = line_chart(_lines(before, name), "layer", f"{CURVES[name][0]}, nats")
+    columns = ["layer", *(f"{where}: {word}" for where in before for word in BESIDE.values())]
+    depth = max(len(each.mean["coding"]) for each in before.values())
+    rows = [
+        [str(i), *(_number(each.mean[each_name], i) for each in before.values() for each_name in BESIDE)] for i in range(depth)
+    ]
+    told = "The same images, the tokens that each layer's operator reads. R_var counts every head, also the silent ones."
+    return Section("Side by side", f"<p>{told}</p>{chart}{table(columns, rows)}")
+
+
+def _number(values: Sequence[float], layer: int) -> str:
+    return f"{values[layer]:.1f}" if layer < len(values) and math.isfinite(values[layer]) else "-"
+
+
+def _lines(rates: Mapping[str, LayerRates], name: str) -> list[Line]:
+    lines = []
+    for i, (where, each) in enumerate(rates.items()):
+        mean, std = each.mean[name], each.std[name]
+        low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
+        lines.append(Line(where, range(len(mean)), mean, low, high, f"c{i % 4 + 1}", dashed=i > 3))
+    return lines
 
 
 def sections(found: Mapping[str, Mapping[str, LayerRates]], which: Sequence[str] = tuple(CURVES)) -> list[Section]:
@@ -43,12 +72,7 @@ def sections(found: Mapping[str, Mapping[str, LayerRates]], which: Sequence[str]
 def _section(name: str, title: str, words: str, found: Mapping[str, Mapping[str, LayerRates]]) -> Section:
     charts = ""
     for at, place in PLACES.items():
-        lines = []
-        for i, (where, rates) in enumerate(found.items()):
-            if at in rates:
-                mean, std = rates[at].mean[name], rates[at].std[name]
-                low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
-                lines.append(Line(where, range(len(mean)), mean, low, high, f"c{i % 4 + 1}", dashed=i > 3))
+        lines = _lines({where: rates[at] for where, rates in found.items() if at in rates}, name)
         unit = "" if name in ("active", "mass") else ", nats"
         charts += f"<div><h3>{escape(place)}</h3>{line_chart(lines, 'layer', title + unit)}</div>"
     return Section(title, f'<p>{escape(words)}</p><div class="charts three">{charts}</div>')

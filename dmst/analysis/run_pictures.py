@@ -28,23 +28,26 @@ AT_ONCE = 32  # images
 
 
 class Sample:
-    """Images as the model takes them, their labels, and what it says of them."""
+    """Images as the model takes them, their labels (or titles, where they are of no class), and what it says of them."""
 
-    def __init__(self, model: VisionModel, images: Tensor, labels: Tensor, classes: Sequence[str]) -> None:
-        self.model, self.images, self.labels, self.classes = model, images, labels.cpu(), classes
+    def __init__(
+        self, model: VisionModel, images: Tensor, labels: Tensor, classes: Sequence[str], titles: Sequence[str] = ()
+    ) -> None:
+        self.model, self.images, self.labels, self.classes, self.titles = model, images, labels.cpu(), classes, titles
         with only_looking(model):
             logits = torch.cat([model(some).double().cpu() for some in images.split(AT_ONCE)])
         self.sure, self.says = logits.softmax(-1).max(-1)
 
     def name(self, i: int) -> str:
-        return short(named(self.classes, int(self.labels[i])))
+        return short(self.titles[i] if self.titles else named(self.classes, int(self.labels[i])))
 
     def figure(self, i: int, size: int) -> str:
         """HTML: image i, what it is, and what it is read as."""
         pixels = pixels_of(self.images[i], self.model.pretrained_cfg)
         drawn = image(fit(pixels, size) if max(pixels.shape) > size else pixels, f"image {i + 1}, {self.name(i)}", size)
-        told = f"read as {escape(short(named(self.classes, int(self.says[i]))))}, {self.sure[i]:.0%} sure"
-        told = told if self.labels[i] == self.says[i] else f"<b>is {escape(self.name(i))}</b>, {told}"
+        said = short(named(self.classes, int(self.says[i])))
+        told = f"the network says {escape(said)}, {self.sure[i]:.0%} sure"
+        told = told if said == self.name(i) else f"<b>{escape(self.name(i))}</b>: {told}"
         caption = f'<figcaption class="note" style="overflow-wrap:anywhere">{told}</figcaption>'
         return f'<figure style="margin:0;flex:none;width:{size}px">{drawn}{caption}</figure>'
 

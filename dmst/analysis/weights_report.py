@@ -2,7 +2,8 @@
 
 tiles · accuracy by class · confusion · calibration · rates · certificates · gates by class · the surest answers, with maps
 
-Everything is computed here from the weights; with the journal of a run, its learning curves stand before (run_report.py).
+All of it is computed here from the weights. Images without labels say nothing about accuracy: then what was measured before, as
+of weights that ship, stands in its place, and says so. With the journal of a run, its curves stand first (run_report.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dmst.analysis.answers import Answers, answers, calibration, confusion
+from dmst.analysis.answers import Answers, answers, counted
 from dmst.analysis.certificates import Certificate, certify
 from dmst.analysis.charts import Line, cells, line_chart
 from dmst.analysis.membership import gate_by_class
@@ -23,6 +24,7 @@ from dmst.analysis.rates import rates_at
 from dmst.analysis.report import Section, table, tiles, write_report
 from dmst.analysis.run_journal import named, short, side_by_side
 from dmst.analysis.run_pictures import Sample, memberships
+from dmst.calibration import Measured
 from dmst.models import VisionModel
 
 MOST_CLASSES = 40  # in a table
@@ -38,21 +40,28 @@ def write_weights_report(
     name: str,
     *,
     weights: str,
+    measured: Measured | None = None,
+    titles: Sequence[str] = (),
     before: Sequence[Section] = (),
     after: Sequence[Section] = (),
     tick: Callable[[int], None] = lambda images: None,
 ) -> Path:
-    """Write the page of `model`; `name` says which images, `weights` which weights. Goes through the images several times."""
+    """Write the page of `model`; `name` says which images, `weights` which weights. Goes through the images several times.
+
+    `measured`: what is known of its accuracy, for images without labels. `titles`: what each image is called, if it has a name.
+    """
     classes = model.class_names or tuple(f"class {i}" for i in range(model.num_classes))
     found = answers(model, images, tick)
     rates = rates_at(model, images, tick=tick)
     certificate = certify(model, images)
-    bodies: dict[str, str] = {}
     if found.labelled:
+        measured = counted(found, name, len(classes))
+    bodies: dict[str, str] = {}
+    if measured is not None:
         bodies |= {
-            "Accuracy by class": _by_class(found, classes),
-            "What is taken for what": _confused(found, classes),
-            "How sure it is": _calibration(found),
+            "Accuracy by class": _by_class(measured, classes),
+            "What is taken for what": _confused(measured, classes),
+            "Is it as sure as it is right?": _calibration(measured),
         }
     bodies |= {
         "What the layers do to the rate": "".join(
@@ -60,65 +69,69 @@ def write_weights_report(
         ),
         "Does each layer lower its rate?": _certificate(certificate),
         "Which heads a class uses": _gates(found, classes),
-        "The surest answers": "".join(_gallery(model, images, found, classes)),
+        "Answers": "".join(_gallery(model, images, found, classes, titles)),
     }
     sections = [*before, *(Section(title, body) for title, body in bodies.items() if body), *after]
     return write_report(
         path,
         short(f"{weights}: a look inside", 80),
-        _lead(model, found, name),
+        _lead(model, measured, name),
         sections,
         f"<p>{escape(rates['input'].convention)}.</p>",
     )
 
 
-def _lead(model: VisionModel, found: Answers, name: str) -> str:
-    figures = []
-    if found.labelled:
-        figures.append((f"{found.right.double().mean():.2%}", f"top-1 of {len(found.says):,} images"))
+def _lead(model: VisionModel, measured: Measured | None, name: str) -> str:
+    config, figures = model.config, []
+    told = [f"{config.name}: {config.depth} layers of {config.operator}, {config.num_heads} heads, width {config.dim}."]
+    if measured is not None:
+        figures.append((f"{measured.top1:.2%}", f"right, of {measured.images:,} images"))
         if model.num_classes > 5:
-            figures.append((f"{found.top5.double().mean():.2%}", "top-5"))
-        figures.append((f"{calibration(found)[0]:.3f}", "expected calibration error"))
+            figures.append((f"{measured.right5 / measured.images:.2%}", "right among the five likeliest"))
+        figures.append((f"{measured.error:.3f}", "expected calibration error"))
+    if measured is not None and measured.data != name:
+        told.append(f"Accuracy, confusion and calibration were measured on {measured.data} when these weights were released.")
+        told.append(f"The layers and the answers below are of {name}.")
+    else:
+        told.append(f"On {name}.")
     figures.append((f"{sum(p.numel() for p in model.parameters()):,}", "parameters"))
-    config = model.config
-    told = (
-        f"{config.name}: {config.depth} layers of {config.operator}, {config.num_heads} heads, width {config.dim}. On {name}."
-    )
-    return f"<p>{escape(told)}</p>{tiles(figures)}"
+    return f"<p>{escape(' '.join(told))}</p>{tiles(figures)}"
 
 
-def _by_class(found: Answers, classes: Sequence[str]) -> str:
-    counts = confusion(found, len(classes))
-    of, right = counts.sum(1), counts.diagonal()
+def _by_class(measured: Measured, classes: Sequence[str]) -> str:
+    of, right = measured.confusion.sum(1), measured.confusion.diagonal()
     rows = sorted((right[i].item() / of[i].item(), i) for i in range(len(classes)) if of[i])
     shown = [(short(named(classes, i)), f"{share:.1%}", f"{right[i]:,} of {of[i]:,}") for share, i in rows[:MOST_CLASSES]]
     which = f"The worst {len(shown)} of {len(rows)} classes" if len(shown) < len(rows) else "Every class, the worst first"
     half = -(-len(shown) // 2) if len(shown) > 5 else len(shown)
-    halves = [f"<div>{table(('class', 'read right', 'images'), some)}</div>" for some in (shown[:half], shown[half:]) if some]
+    halves = [f"<div>{table(('class', 'right', 'images'), some)}</div>" for some in (shown[:half], shown[half:]) if some]
     return f"<p>{which}.</p>{side_by_side(halves)}"
 
 
-def _confused(found: Answers, classes: Sequence[str]) -> str:
-    counts = confusion(found, len(classes)).double()
+def _confused(measured: Measured, classes: Sequence[str]) -> str:
+    counts = measured.confusion.double()
     if len(classes) <= 12:
         share = (counts / counts.sum(1, keepdim=True).clamp(min=1)).tolist()
         names = [short(name, 14) for name in classes]
-        return "<p>Row: what it is. Column: what it is read as. Share of the row.</p>" + cells(share, names, names)
+        return "<p>Row: what it is. Column: what the network says. Share of the row.</p>" + cells(share, names, names)
     counts.fill_diagonal_(0)
     order = counts.flatten().argsort(descending=True, stable=True)[:MOST_PAIRS]
     pairs = [(int(i) // len(classes), int(i) % len(classes)) for i in order if counts.flatten()[i] > 0]
     rows = [(short(named(classes, a)), short(named(classes, b)), f"{counts[a, b]:.0f}") for a, b in pairs]
-    return f"<p>The {len(rows)} most frequent mistakes.</p>" + table(("is", "read as", "images"), rows)
+    return f"<p>The {len(rows)} most frequent mistakes.</p>" + table(("is", "the network says", "images"), rows)
 
 
-def _calibration(found: Answers) -> str:
-    error, bins = calibration(found)
+def _calibration(measured: Measured) -> str:
+    bins = measured.bins
     line = Line("the network", [100 * b.sure for b in bins], [100 * b.right for b in bins])
     ideal = Line("as sure as right", [0, 100], [0, 100], colour="c2", dashed=True)
-    chart = line_chart([line, ideal], "how sure, %", "read right, %", y_range=(0, 100), digits=1, whole_x=False)
+    chart = line_chart([line, ideal], "how sure, %", "right, %", y_range=(0, 100), digits=1, whole_x=False)
     rows = [(f"{b.sure:.1%}", f"{b.right:.1%}", f"{b.share:.1%}") for b in bins]
-    told = f"<p>Expected calibration error {error:.4f}: how far accuracy is from confidence, in bins, mean over the images.</p>"
-    return told + side_by_side([chart, table(("how sure", "read right", "of the images"), rows)])
+    told = (
+        f"<p>Images are sorted into bins by how sure the network is. In each bin the share that is right should be as large as "
+        f"the network is sure. On average they are {measured.error:.4f} apart (the expected calibration error).</p>"
+    )
+    return told + side_by_side([chart, table(("how sure", "right", "of the images"), rows)])
 
 
 def _certificate(found: Certificate) -> str:
@@ -140,17 +153,25 @@ def _gates(found: Answers, classes: Sequence[str]) -> str:
     return told + cells(torch.cat(use, 1).tolist(), names, columns, groups=groups, corner="class", high=max(high, 1e-9))
 
 
-def _gallery(model: VisionModel, images: Batches, found: Answers, classes: Sequence[str]) -> Iterator[str]:
+def _gallery(
+    model: VisionModel, images: Batches, found: Answers, classes: Sequence[str], titles: Sequence[str]
+) -> Iterator[str]:
     order = found.sure.argsort(descending=True, stable=True)
-    kinds = {"Right": order[found.right[order]], "Wrong": order[~found.right[order]]} if found.labelled else {"Surest": order}
+    kinds = {"Surest": order}
+    if found.labelled:
+        kinds = {"Right, the surest": order[found.right[order]], "Wrong, the surest": order[~found.right[order]]}
+    if titles:
+        others = ", ".join(title for title in titles if title not in classes)
+        told = f" It has no class for these: {escape(others)}. Whatever it says of them is wrong." if others else ""
+        yield f"<p>A network names one of its {len(classes)} classes, whatever it is shown.{told}</p>"
     for title, which in kinds.items():
         chosen = which[:SHOWN].tolist()
         if chosen:
-            sample = Sample(
-                model, pick(images, chosen), found.labels[chosen] if found.labelled else found.says[chosen], classes
-            )
+            labels = found.labels[chosen] if found.labelled else found.says[chosen]
+            sample = Sample(model, pick(images, chosen), labels, classes, [titles[i] for i in chosen] if titles else ())
             figures = "".join(sample.figure(i, 104) for i in range(len(chosen)))
-            yield f'<h3>{title}</h3><div class="wrong">{figures}</div>{memberships(sample, name=title.lower())}'
+            heading = "" if titles else f"<h3>{title}</h3>"
+            yield f'{heading}<div class="wrong">{figures}</div>{memberships(sample, name=title.split(",")[0].lower())}'
 
 
 def pick(images: Batches, chosen: Sequence[int]) -> Tensor:

@@ -8,17 +8,19 @@ import typer
 
 
 def report(
-    weights: str = typer.Argument("dmst_digits", help="A run, a saved model, or the name of one that ships."),
+    weights: str = typer.Argument("dmst_cifar10", help="A run, a saved model, or the name of one that ships."),
     out: str = typer.Option(None, metavar="FILE.html", help="Where the page goes; NAME-report.html here if not given."),
     data: str = typer.Option(
-        None, help="A dataset's name, or a folder; of a run: what it was evaluated on; else what is at hand."
+        None, help="A dataset or a folder; if not given, what a run was evaluated on, or the photographs that ship."
     ),
     split: str = typer.Option("test", help="test or train."),
     data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are."),
     limit: int = typer.Option(1000, min=1, help="At most so many images, chosen by hash."),
     device: str = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given."),
 ) -> None:
-    """One page about a network: accuracy, confusion, calibration, rates, certificates, gates, and its surest answers with maps.
+    """Write one page about a network: accuracy, confusion, calibration, rates, certificates, gates, answers with maps.
+
+    dmst report
 
     dmst report runs/cifar --data-dir DIR
 
@@ -29,8 +31,9 @@ def report(
     from dmst.cli.progress import counted
     from dmst.engine import journal
     from dmst.engine.distributed import joined
-    from dmst.engine.prepare import read_weights
-    from dmst.engine.samples import RECIPE, sample
+    from dmst.engine.prepare import RECIPE, read_weights
+    from dmst.engine.samples import sample
+    from dmst.models import shipped
 
     run = Path(weights)
     events = list(journal.read(run / "journal.jsonl")) if (run / "journal.jsonl").is_file() else []
@@ -41,6 +44,8 @@ def report(
         page = out or f"{run.resolve().name}-report.html"
         with counted(looked.name, 2 * looked.count) as tick:
             written = write_weights_report(
-                page, model, looked, looked.name, weights=run.name or weights, before=before, after=after, tick=tick
-            )
+                page, model, looked, looked.name, weights=run.name or weights, titles=looked.titles,
+                measured=shipped.measurement(weights) if weights in shipped.SHIPPED and not run.is_dir() else None,
+                before=before, after=after, tick=tick,
+            )  # fmt: skip
     typer.echo(f"{written}")

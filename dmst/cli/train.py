@@ -10,8 +10,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-OUT = typer.Option(..., metavar="DIR", help="The folder of the run. If a run is in it, that run goes on.")
-CHANGES = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a key of the recipe: --set optim.lr=2e-4. Repeatable.")
+OUT = typer.Option(None, metavar="DIR", help="Folder of the run; runs/NAME if not given. A run that is in it goes on.")
+EPOCHS = typer.Option(None, min=1, help="Passes over the images. The warm-up gets shorter with it.")
+BATCH = typer.Option(None, min=1, help="Images of one step.")
+SIZE = typer.Option(None, min=1, metavar="PIXELS", help="Side of the images that the network sees; its own if not given.")
+LR = typer.Option(None, help="Peak learning rate.")
+CHANGES = typer.Option(
+    [], "--set", metavar="KEY=VALUE", help="Change any key of the recipe: --set optim.smoothing=0; repeat for more."
+)
+INIT_FROM = typer.Option(
+    None, metavar="WEIGHTS",
+    help="Start from weights: a finished run, a saved model, or one that ships: dmst_cifar10, dmst_cifar100, tost_cifar10, "
+    "vit_cifar10, dmst_digits. With --data alone: dmst_cifar100.",
+)  # fmt: skip
 DATA_DIR = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are.")
 DEVICE = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given.")
 WORKERS = typer.Option(0, min=0, help="Processes that read large images. They change nothing but the speed.")
@@ -19,11 +30,15 @@ WORKERS = typer.Option(0, min=0, help="Processes that read large images. They ch
 
 def train(
     recipe: str = typer.Argument(None, help="A recipe of `dmst recipes`, or a .toml file. Not needed with --data."),
-    out: str = OUT,
-    changes: list[str] = CHANGES,
     data: str = typer.Option(None, help="Images to learn: a folder of class folders, or a dataset's name."),
+    out: str = OUT,
     model: str = typer.Option(None, help="A network of `dmst models`; that of the weights if not given."),
-    init_from: str = typer.Option(None, metavar="WEIGHTS", help="Start from a saved model, or from a finished run."),
+    init_from: str = INIT_FROM,
+    epochs: int = EPOCHS,
+    batch: int = BATCH,
+    size: int = SIZE,
+    lr: float = LR,
+    changes: list[str] = CHANGES,
     data_dir: str = DATA_DIR,
     device: str = DEVICE,
     workers: int = WORKERS,
@@ -45,20 +60,22 @@ def train(
     no_report: bool = typer.Option(False, "--no-report", help="Do not write DIR/report.html at the end."),
     quiet: bool = typer.Option(False, "--quiet", help="Say nothing but errors."),
 ) -> None:
-    """Train a network by a recipe, or go on with a run that was stopped or killed.
+    """Train a network on your images or by a recipe, or go on with a run that was stopped.
 
-    dmst train digits --out runs/digits
+    dmst train --data PHOTOS
 
-    dmst train cifar10 --out runs/cifar --data-dir DIR --set schedule.epochs=20
+    (PHOTOS/CLASS/*.jpg, of which some are held out; or PHOTOS/train/CLASS/*.jpg and PHOTOS/test/CLASS/*.jpg)
 
-    dmst train --data PHOTOS --init-from runs/cifar --out runs/photos
+    dmst train --data PHOTOS --init-from runs/cifar --size 64 --epochs 10 --out runs/photos
 
-    (PHOTOS/train/CLASS/*.jpg and PHOTOS/test/CLASS/*.jpg; or PHOTOS/CLASS/*.jpg, of which some are held out)
+    dmst train digits
+
+    dmst train cifar10 --out runs/cifar --data-dir DIR --epochs 20
 
     torchrun --nproc-per-node 4 -m dmst train imagenet_dmst_small --out runs/imagenet --data-dir DIR --workers 8
 
     The folder holds checkpoints, a journal, and in the end final/ (for dmst.load_model and `dmst evaluate`) and report.html.
-    Killed at any instant, the same command goes on and ends in the same bits. `dmst recipes --keys` lists what --set takes.
+    If it was killed, the same command goes on and ends in the same bits. `dmst recipes --keys` lists what --set takes.
 
     Exit status: 0 finished, 130 or 143 stopped by Ctrl-C or SIGTERM (saved), 3 by --stop-ascending (saved), 75 the disk is
     full, 1 any other error.
@@ -72,8 +89,11 @@ def train(
     from dmst.engine.train import train as run
     from dmst.errors import OptionError
 
-    name, sugar = _recipe_of(recipe, data, model, init_from, data_dir)
+    name, sugar = _recipe_of(recipe, data, model, init_from, data_dir, batch)
+    given = {"schedule.epochs": epochs, "run.batch_size": batch, "data.image_size": size, "optim.lr": lr}
+    sugar += [f"{key}={value}" for key, value in given.items() if value is not None]
     sugar += [f"data.on_bad_image={on_bad_image}"] if on_bad_image else []
+    out = out or f"runs/{Path(recipe or data or '').resolve().name.removesuffix('.toml')}"
     listeners = [journal.tensorboard(Path(out) / "tensorboard")] if tensorboard and _is_main() else []
     plan = read_recipe(name, [*sugar, *changes])
     probes: dict[str, Probe] = {"layers": layers}
@@ -97,7 +117,7 @@ def train(
 
 def evaluate(
     weights: str = typer.Argument(help="A saved model, or the folder of a finished run."),
-    data: str = typer.Option(..., help="A dataset's name, or a folder of class folders."),
+    data: str = typer.Option(None, help="A dataset's name, or a folder; of a run: the images it held out, if not given."),
     split: str = typer.Option("test", help="test or train."),
     data_dir: str = DATA_DIR,
     device: str = DEVICE,
@@ -109,8 +129,11 @@ def evaluate(
 ) -> None:
     """Count what a trained network reads right: top-1, top-5, and by class.
 
-    dmst evaluate runs/cifar --data cifar10 --data-dir DIR
+    dmst evaluate runs/photos
 
+    dmst evaluate dmst_cifar10 --data cifar10 --data-dir DIR
+
+    Without --data, a run is asked about the images that it did not learn from: its held-out share, or its test images.
     Every image counts once; the figures are exact whatever the batch size, workers or processes.
     """
     from dmst.engine.evaluate import AMP, evaluate_weights
@@ -125,12 +148,12 @@ def evaluate(
         return
     by_class = dict(zip(image_set.classes, score.by_class, strict=True))
     if as_json:
-        told = {"weights": weights, "data": data, "split": split, "variant": image_set.variant, **score.told()}
+        told = {"weights": weights, "data": image_set.name, "split": image_set.split or "held out"}
+        told |= {"variant": image_set.variant, **score.told()}
         typer.echo(json.dumps(told | {"by_class": by_class}))
         return
-    variant = f", {image_set.variant}" if image_set.variant else ""
-    typer.echo(f"{image_set.name} {split}{variant}: {score.images:,} images")
-    typer.echo(f"top-1 {score.top1:.2%} ({score.right:,})   top-5 {score.top5:.2%} ({score.right5:,})   loss {score.loss:.4f}")
+    typer.echo(f"{image_set}: {score.right:,} of {score.images:,} images right")
+    typer.echo(f"{score.words}, loss {score.loss:.4f}")
     table = Table("class", "right", "of", "share")
     for name, (right, count) in by_class.items():
         table.add_row(name, f"{right:,}", f"{count:,}", f"{right / count:.1%}" if count else "-")
@@ -165,7 +188,7 @@ def _is_main() -> bool:
 
 
 def _recipe_of(
-    recipe: str | None, data: str | None, model: str | None, init_from: str | None, data_dir: str | None
+    recipe: str | None, data: str | None, model: str | None, init_from: str | None, data_dir: str | None, batch: int | None
 ) -> tuple[str, list[str]]:
     """The recipe, and what --data, --model and --init-from say as changes to it. With --data alone it is `finetune`."""
     from dmst.engine.prepare import settings_of
@@ -174,6 +197,6 @@ def _recipe_of(
     if recipe is None:
         if data is None:
             raise OptionError("dmst train needs a recipe (`dmst recipes` lists them), or --data with a folder of images.")
-        return "finetune", settings_of(data, model, init_from, data_dir)
+        return "finetune", settings_of(data, model, init_from, data_dir, batch)
     given = {"data.name": data, "model.name": model, "model.init_from": init_from}
     return recipe, [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value]

@@ -2,6 +2,7 @@
 
     scan(image_set, on_bad="fail")      nothing is bad, or one BadImageError lists what is
     scan(image_set, on_bad="skip")      the indices that do not count in the loss: at most 0.1 % of the set (or one image)
+    scan_all({"train": ..., "eval": ...})   the same for several sets: one error lists the bad images of all of them
 
 The result is kept in `cache`, a JSON file, by the fingerprint of the set and the version of Pillow, so that a run that resumes
 does not look again and leaves out the same images. A worker that dies is an error that names the image it was at.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,10 +25,25 @@ from dmst.data.sets import ImageSet
 from dmst.errors import BadImageError, choose
 
 SHARE = 1000  # one image in so many may be bad
-LISTED = 20
+LISTED = 200
 STRETCH = 64  # images that a worker is asked for at a time
 STALLED = 900  # seconds without an answer
 Bad = dict[int, str]  # by index, the reason
+
+
+def scan_all(sets: Mapping[str, ImageSet], *, caches: Mapping[str, Path | None], **options: Any) -> dict[str, frozenset[int]]:
+    """The bad images of every set; what is refused is refused once, with the bad images of all."""
+    found: dict[str, frozenset[int]] = {}
+    refused: list[BadImageError] = []
+    for name, image_set in sets.items():
+        try:
+            found[name] = scan(image_set, cache=caches[name], **options)
+        except BadImageError as error:
+            refused.append(error)
+    if refused:
+        first, *others = refused
+        raise BadImageError(first.name, "\n".join([first.reason, *map(str, others)]))
+    return found
 
 
 def scan(

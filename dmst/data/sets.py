@@ -46,6 +46,8 @@ class ImageSet:
         return len(self.labels)
 
     def __str__(self) -> str:
+        if not self.split:  # a held-out share: "photos, 20 % held out"
+            return f"{self.name}, {self.variant}"
         return f"{self.name} {self.split}" + (f" ({self.variant})" if self.variant else "")
 
     def where(self, index: int) -> str:
@@ -144,10 +146,10 @@ class FileSet(ImageSet):
 
 
 class _Subset(ImageSet):
-    def __init__(self, base: ImageSet, indices: np.ndarray, variant: str) -> None:
+    def __init__(self, base: ImageSet, indices: np.ndarray, variant: str, split: str) -> None:
         self._base, self._indices = base, indices  # first: a message calls an image by its place in the base
         mark = digest(base.fingerprint, indices)
-        super().__init__(base.name, base.split, base.classes, base.labels[indices], fingerprint=mark, variant=variant)
+        super().__init__(base.name, split, base.classes, base.labels[indices], fingerprint=mark, variant=variant)
 
     def where(self, index: int) -> str:
         return self._base.where(int(self._indices[index]))
@@ -167,8 +169,10 @@ class _Subset(ImageSet):
         return self._base.masks(int(self._indices[index]))
 
 
-def subset(image_set: ImageSet, indices: Sequence[int] | np.ndarray, variant: str | None = None) -> ImageSet:
-    """These images of `image_set`, in this order; the variant stays unless another is given."""
+def subset(
+    image_set: ImageSet, indices: Sequence[int] | np.ndarray, variant: str | None = None, split: str | None = None
+) -> ImageSet:
+    """These images of `image_set`, in this order; variant and split stay unless others are given."""
     chosen = np.asarray(indices)
     if chosen.ndim != 1 or (chosen.size and chosen.dtype.kind not in "iu"):
         raise ShapeError(f"indices of a subset are {chosen.dtype} of shape {chosen.shape}; whole numbers in one row.")
@@ -178,7 +182,8 @@ def subset(image_set: ImageSet, indices: Sequence[int] | np.ndarray, variant: st
         raise OptionError(
             f"a subset of {image_set} asks for images {chosen.min()}..{chosen.max()}; it has 0..{len(image_set) - 1}."
         )
-    return _Subset(image_set, chosen.astype(np.int64), image_set.variant if variant is None else variant)
+    variant, split = (image_set.variant if variant is None else variant), (image_set.split if split is None else split)
+    return _Subset(image_set, chosen.astype(np.int64), variant, split)
 
 
 def split_off(image_set: ImageSet, share: float, seed: int = 0) -> tuple[ImageSet, ImageSet]:
@@ -203,10 +208,10 @@ def split_off(image_set: ImageSet, share: float, seed: int = 0) -> tuple[ImageSe
         raise OptionError(
             f"a share of {share:g} holds out none of the {len(out):,} images of {image_set}: choose a larger one."
         )
-    said = [image_set.variant] if image_set.variant else []
-    parts = (~out, f"without {share:.3g} of {image_set.split}"), (out, f"{share:.3g} of {image_set.split}, held out")
-    rest, held_out = (subset(image_set, np.flatnonzero(which), ", ".join([*said, word])) for which, word in parts)
-    return rest, held_out
+    said = f"{image_set.variant}, " if image_set.variant else ""
+    percent = f"{100 * share:.3g} %"
+    rest = subset(image_set, np.flatnonzero(~out), f"{said}without the {percent} held out")
+    return rest, subset(image_set, np.flatnonzero(out), f"{said}{percent} held out", split="")
 
 
 def complete(image_set: ImageSet) -> ImageSet:

@@ -34,6 +34,11 @@ class Score(NamedTuple):
     def top5(self) -> float:
         return self.right5 / max(self.images, 1)
 
+    @property
+    def words(self) -> str:
+        """ "top-1 93.20%, top-5 99.80%"; five of five classes would always be right, so top-5 is left out there."""
+        return f"top-1 {self.top1:.2%}" + (f", top-5 {self.top5:.2%}" if len(self.by_class) > 5 else "")
+
     def told(self) -> dict[str, Any]:
         return {"top1": self.top1, "top5": self.top5, "loss": self.loss, "right": self.right, "images": self.images}
 
@@ -75,7 +80,7 @@ def evaluate(
 
 def evaluate_weights(
     weights: str | Path,
-    data: str,
+    data: str | None = None,
     *,
     split: str = "test",
     data_dir: str | Path | None = None,
@@ -86,9 +91,16 @@ def evaluate_weights(
     crop_pct: float = 0.0,
     tick: Callable[[int], None] = lambda count: None,
 ) -> tuple[Score, ImageSet]:
-    """The score of a saved model, or of the one in final/ of a run, on a split of a dataset; and that split."""
+    """The score of a saved model, or of the one in final/ of a run, on a split of a dataset; and that split.
+
+    Without `data`, of a run: the images that it did not learn from, its held-out share or its test images.
+    """
     model = prepare.read_weights(weights)
-    image_set = catalog.open_set(data, split, data_dir=data_dir)
+    image_set = catalog.open_set(data, split, data_dir=data_dir) if data else prepare.evaluated_by(weights, data_dir)
+    if image_set is None:
+        raise OptionError(
+            f"{weights} is no run that kept images for evaluation: say what to evaluate it on, --data DATASET or --data FOLDER."
+        )
     if len(image_set.classes) != model.num_classes:
         raise OptionError(
             f"{weights} tells {model.num_classes} classes apart, and {data} has {len(image_set.classes)}: fine-tune it first "

@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from dmst.data import catalog, chance
 from dmst.data.loader import View
-from dmst.data.scan import scan
+from dmst.data.scan import scan_all
 from dmst.data.sets import ImageSet, split_off, subset
-from dmst.engine.recipe import Recipe, read_recipe
+from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
-from dmst.models import ModelConfig, VisionModel, load_model, model_config, shipped
+from dmst.models import ModelConfig, VisionModel, list_models, load_model, model_config, shipped
+from dmst.models.transfer import FREE, differing, take_over
 from dmst.operators.orthonormal import retract
 
-NOT_OF_THE_WEIGHTS = ("name", "num_classes", "img_size", "drop_rate", "proj_drop_rate", "drop_path_rate")
+RECIPE = "recipe.toml"  # of a run
+BEST_START = "dmst_cifar100"  # of the weights that ship, for photographs: the most classes (results/transfer.md)
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,26 @@ def open_sets(
     if data.limit and data.limit < len(train):
         drawn = chance.permutation("limit", 0, 0, len(train))[: data.limit]
         train = subset(train, np.sort(drawn.numpy()))
-    bad = [
-        scan(image_set, workers=workers, on_bad=data.on_bad_image, cache=cache and cache / f"scan-{name}.json", tick=tick)
-        if look and data.scan == "full" and image_set is not None
-        else frozenset[int]()
-        for name, image_set in (("train", train), ("eval", held))
-    ]
-    return Sets(train, held, *bad)
+    if len(train.classes) < 2:
+        raise OptionError(
+            f"{train} has one class, {train.classes[0]!r}: a network learns to tell classes apart, so it needs at least two. "
+            "Images belong in one folder for each class: FOLDER/CLASS/*.jpg."
+        )
+    if not look or data.scan != "full":
+        return Sets(train, held)
+    both = {"train": train} | ({} if held is None else {"eval": held})
+    caches = {name: cache and cache / f"scan-{name}.json" for name in both}
+    bad = scan_all(both, workers=workers, on_bad=data.on_bad_image, caches=caches, tick=tick)
+    return Sets(train, held, bad["train"], bad.get("eval", frozenset()))
+
+
+def evaluated_by(run: str | Path | None, data_dir: str | Path | None = None) -> ImageSet | None:
+    """The images that a run was evaluated on, held-out ones too; None where `run` is no run, or one that evaluated nothing."""
+    path = Path(run or "") / RECIPE
+    if not run or not path.is_file():
+        return None
+    recipe = from_toml(path.read_text(encoding="utf-8"), str(path))
+    return open_sets(recipe, data_dir=data_dir, look=False).eval
 
 
 def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> VisionModel:
@@ -92,7 +105,9 @@ def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> Vi
     model = VisionModel(config)
     model.class_names = tuple(classes)
     if recipe.model.init_from:
-        take_over(model, read_weights(recipe.model.init_from), recipe.model.init_from)
+        source = read_weights(recipe.model.init_from)
+        refuse_misfit(config, source.config, recipe.model.init_from)
+        take_over(model, source, recipe.model.init_from)
     return model
 
 
@@ -114,31 +129,6 @@ def read_weights(where: str | Path, *, unverified: bool = False) -> VisionModel:
     return model
 
 
-@torch.no_grad()
-def take_over(model: VisionModel, source: VisionModel, where: str) -> None:
-    """The weights of `source`: the classifier stays new if classes differ, learnt positions are resized to another grid."""
-    mine, theirs = model.config.to_dict(), source.config.to_dict()
-    differ = [name for name in mine if name not in NOT_OF_THE_WEIGHTS and mine[name] != theirs[name]]
-    if differ:
-        told = ", ".join(f"{name} {theirs[name]!r} (here {mine[name]!r})" for name in differ)
-        raise OptionError(f"init_from {where} holds another network than {model.config.name}: {told}. Set it in [model].")
-    wanted, found = model.state_dict(), source.state_dict()
-    for name, tensor in found.items():
-        if tensor.shape == wanted[name].shape:
-            wanted[name].copy_(tensor)
-        elif name == "position.table":
-            wanted[name].copy_(_resized(tensor, source, model))
-        elif not name.startswith("head."):
-            raise OptionError(f"init_from {where}: {name} has shape {tuple(tensor.shape)}, not {tuple(wanted[name].shape)}.")
-
-
-def _resized(table: Tensor, source: VisionModel, model: VisionModel) -> Tensor:
-    prefix, (rows, columns) = source.config.prefix, source.config.grid
-    places = table[prefix:].unflatten(0, (rows, columns)).permute(2, 0, 1).unsqueeze(0)
-    places = F.interpolate(places, model.config.grid, mode="bicubic", antialias=True)
-    return torch.cat((table[:prefix], places.squeeze(0).permute(1, 2, 0).flatten(0, 1)))
-
-
 def view_of(model: VisionModel, crop_pct: float = 0.0) -> View:
     """How the network looks at an image: its own statistics, and the given crop or its own."""
     told, (rows, columns) = model.pretrained_cfg, model.config.img_size  # type: ignore[misc]
@@ -154,14 +144,16 @@ def view_of(model: VisionModel, crop_pct: float = 0.0) -> View:
     )
 
 
-def settings_of(data: str, model: str | None, init_from: str | None, data_dir: str | Path | None) -> list[str]:
-    """What a command line without a recipe leaves open, as changes to `finetune`: the network of the weights, a held-out share
-    where there are no test images, a batch that the images fill."""
+def settings_of(
+    data: str, model: str | None, init_from: str | None, data_dir: str | Path | None, batch: int | None = None
+) -> list[str]:
+    """What a command line without a recipe leaves open, as changes to `finetune`: the network of the weights, the best weights
+    that ship where none are named, a held-out share where there are no test images, a batch that the images fill."""
     if not (model or init_from):
-        raise OptionError("--data alone does not say what to train: add --model NAME, or --init-from WEIGHTS, or both.")
+        init_from = BEST_START
     told: dict[str, Any] = {"data.name": data, "model.init_from": init_from or ""} | ({"model.name": model} if model else {})
     if init_from:
-        told |= _network_of(read_weights(init_from).config, model)
+        told |= network_of(read_weights(init_from).config, model, init_from)
     images = catalog.open_set(data, "train", data_dir=data_dir)
     share = 0.0
     try:
@@ -171,17 +163,29 @@ def settings_of(data: str, model: str | None, init_from: str | None, data_dir: s
     size = read_recipe("finetune").run.batch_size
     while size > 2 and size > len(images) * (1 - share) / 2:
         size //= 2
-    told["run.batch_size"] = size
+    told["run.batch_size"] = batch or size
     if not torch.cuda.is_available():
         told["run.amp"] = "none"  # slower in bfloat16 on most CPUs
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in told.items()]
 
 
-def _network_of(config: ModelConfig, name: str | None) -> dict[str, Any]:
-    """The keys of [model] that give this network."""
-    mine, named = config.to_dict(), model_config(name or config.name).to_dict()
-    fields = [field for field in mine if field not in (*NOT_OF_THE_WEIGHTS, "operator_options")]
-    options = {field: mine[field] for field in fields if mine[field] != named[field]} | dict(config.operator_options)
+def refuse_misfit(wanted: ModelConfig, found: ModelConfig, weights: str) -> None:
+    """Weights of another network are never taken under a wrong name: the error says which names fit."""
+    if told := differing(wanted, found):
+        fits = [each for each in list_models() if not differing(model_config(each), found)]
+        remedy = f"The network of these weights is {' or '.join(fits)}." if fits else "Leave the name of the network out."
+        raise OptionError(
+            f"{wanted.name} cannot start from the weights {weights}, which are of another network: {told}. {remedy}"
+        )
+
+
+def network_of(config: ModelConfig, name: str | None, weights: str) -> dict[str, Any]:
+    """The keys of [model] that give the network of these weights; another `name` is refused unless that is the same network."""
+    if name and model_config(name).name != config.name:
+        refuse_misfit(model_config(name), config, weights)
+    mine, own = config.to_dict(), model_config(name or config.name).to_dict()
+    fields = [field for field in mine if field not in (*FREE, "operator_options")]
+    options = {field: mine[field] for field in fields if mine[field] != own[field]} | dict(config.operator_options)
     rows, columns = config.img_size  # type: ignore[misc]
     told = {"model.name": name or config.name, "data.image_size": rows if rows == columns else 0}
     return told | {f"model.options.{option}": value for option, value in options.items() if value is not None}

@@ -90,8 +90,10 @@ def _build(data: bytes, source: str, overrides: Sequence[str] = ()) -> Recipe:
             raise ConfigError(source, name, f"{name} must be a section: a line [{name}], and its keys below.")
         for key, value in table.items():
             tables[name][key] = _value(section, name, key, value, source)
+    before = dict(tables["schedule"])
     for override in overrides:
         _override(tables, override)
+    _shorten_warmup(before, tables["schedule"])
     made: dict[str, Any] = {}
     for name, section in SECTIONS.items():
         for key, rule in section.rules().items():
@@ -101,6 +103,16 @@ def _build(data: bytes, source: str, overrides: Sequence[str] = ()) -> Recipe:
             made[name] = section(**tables[name])
     with reported(source, "recipe"):
         return Recipe(**made)
+
+
+def _shorten_warmup(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Of a run that was made shorter, the warm-up keeps its share where it would fill more than half of the run.
+
+    It stays as it is where it was set too.
+    """
+    warmup, epochs = now.get("warmup_epochs", 0), now.get("epochs", 0)
+    if warmup == before.get("warmup_epochs") and epochs < before.get("epochs", 0) and warmup > epochs / 2:
+        now["warmup_epochs"] = round(warmup / before["epochs"] * epochs, 4)
 
 
 def _override(tables: Tables, override: str) -> None:

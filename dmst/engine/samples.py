@@ -3,8 +3,7 @@
 a dataset or a folder    `limit` images of a split, chosen by hash; all if there are no more
 a run                    the images that it was evaluated on, held-out ones too: never a test set that it did not look at
 photos                   files, in the order given
-nothing                  the digits' test images for a network that takes those; else pictures drawn by a formula, which
-                         show what the layers compute, but are no photos
+nothing                  the digits' test images for a network that takes those; else the six photographs that ship
 """
 
 from __future__ import annotations
@@ -22,13 +21,9 @@ from dmst.data.loader import EvalStream
 from dmst.data.sets import ImageSet, subset
 from dmst.engine import prepare
 from dmst.engine.classify import Photo
-from dmst.engine.recipe import from_toml
 from dmst.errors import OptionError
 from dmst.models import VisionModel
-from dmst.models.shipped import drawn
-
-DRAWN = 32  # pictures
-RECIPE = "recipe.toml"  # of a run
+from dmst.photos import PHOTOS, photo
 
 
 @dataclass(frozen=True)
@@ -38,6 +33,8 @@ class Sample:
     name: str  # for titles: "cifar10 test, near-lossless JPEG train, 1,000 of 10,000 images by hash"
     count: int
     batches: Sequence[tuple[Tensor, Tensor | None]] | _Streamed
+    titles: tuple[str, ...] = ()  # of photos: what each is called
+    fingerprint: str = ""  # of the images themselves, before the network's size and normalisation
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         return iter(self.batches)
@@ -75,35 +72,33 @@ def sample(
     if data and photos:
         raise OptionError(f"{data} and photos: name a dataset, or photos, not both.")
     config, dtype = model.config, next(model.parameters()).dtype
+    held = None if data or photos else prepare.evaluated_by(run, data_dir)
     if photos:
-        given = [Photo(Path(path), max(config.num_classes, 1), config.in_chans) for path in photos]
-        view = prepare.view_of(model)
-        batches = [next(iter(EvalStream(photo, view, batch_size=1, device=device))).images.to(dtype) for photo in given]
-        words = "1 photo" if len(given) == 1 else f"{len(given)} photos"
-        return Sample(words, len(given), [(images, None) for images in batches])
-    held = None if data else _evaluated(run, data_dir)
-    if not data and held is None and (config.in_chans, config.img_size) == (1, (8, 8)):
-        data = "digits"
+        return _photos(
+            model, [Path(path) for path in photos], "1 photo" if len(photos) == 1 else f"{len(photos)} photos", device
+        )
     if not data and held is None:
-        images = drawn(config.in_chans, *config.img_size, count=min(limit, DRAWN)).to(device, dtype)  # type: ignore[misc]
-        return Sample(f"{len(images)} drawn pictures", len(images), [(some, None) for some in images.split(batch_size)])
+        if (config.in_chans, config.img_size) != (1, (8, 8)):
+            chosen = [photo(name) for name in PHOTOS[:limit]]
+            return _photos(model, chosen, f"the photographs that ship ({', '.join(PHOTOS[:limit])})", device)
+        data = "digits"
     image_set: ImageSet = catalog.open_set(data or "", split, data_dir=data_dir) if held is None else held
     name = f"{image_set}: "
     if limit < len(image_set):
-        chosen = chance.permutation("sample", 0, 0, len(image_set))[:limit]
+        places = chance.permutation("sample", 0, 0, len(image_set))[:limit]
         name += f"{limit:,} of {len(image_set):,} images by hash"
-        image_set = subset(image_set, np.sort(chosen.numpy()))
+        image_set = subset(image_set, np.sort(places.numpy()))
     else:
         name += f"{len(image_set):,} images"
     stream = EvalStream(image_set, prepare.view_of(model), batch_size=min(batch_size, len(image_set)), device=device)
     same = tuple(image_set.classes) == tuple(model.class_names or image_set.classes)
-    return Sample(name, len(image_set), _Streamed(stream, same and len(image_set.classes) == config.num_classes, dtype))
+    batches = _Streamed(stream, same and len(image_set.classes) == config.num_classes, dtype)
+    return Sample(name, len(image_set), batches, fingerprint=image_set.fingerprint)
 
 
-def _evaluated(run: str | Path | None, data_dir: str | Path | None) -> ImageSet | None:
-    """What a run was evaluated on; None where `run` is no run, or one that evaluated nothing."""
-    path = Path(run or "") / RECIPE
-    if not run or not path.is_file():
-        return None
-    recipe = from_toml(path.read_text(encoding="utf-8"), str(path))
-    return prepare.open_sets(recipe, data_dir=data_dir, look=False).eval
+def _photos(model: VisionModel, paths: Sequence[Path], name: str, device: torch.device | str) -> Sample:
+    """Each as the network sees it; they have no labels."""
+    config, dtype, view = model.config, next(model.parameters()).dtype, prepare.view_of(model)
+    given = [Photo(path, max(config.num_classes, 1), config.in_chans) for path in paths]
+    batches = [next(iter(EvalStream(each, view, batch_size=1, device=device))).images.to(dtype) for each in given]
+    return Sample(name, len(given), [(images, None) for images in batches], tuple(path.stem for path in paths))

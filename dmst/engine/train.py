@@ -41,13 +41,15 @@ from dmst.engine.distributed import Group, joined
 from dmst.engine.evaluate import Score, evaluate
 from dmst.engine.folder import RunFolder
 from dmst.engine.optim import lr_factor, put
+from dmst.engine.prepare import RECIPE
 from dmst.engine.recipe import Recipe, differences, from_toml
+from dmst.engine.summary import summary
 from dmst.engine.tensors import fit
 from dmst.engine.work import Told, Work
 from dmst.errors import ConfigError, DmstError, FullDiskError, NonFiniteError, OptionError, Stopped
 from dmst.models import VisionModel, load_model, save_model
 
-RECIPE, FINAL = "recipe.toml", "final"
+FINAL = "final"
 LEFT = re.compile(r"\.(final|recipe\.toml|journal\.jsonl|scan-\w+\.json|report\.html)\..+")  # by kills while these were written
 SAMPLE = 256  # images for the report
 LISTED = 20  # images that are named
@@ -255,14 +257,12 @@ class _Loop:
 
     def run(self, keep_going: bool) -> Result:
         self.keep_going = self.journal.keep_going = keep_going
-        facts = self._facts()
-        amp = {"none": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.recipe.run.amp]
-        self.watch.say(
-            f"{facts['model']} ({facts['parameters']:,} parameters) on {facts['data']}"
-            f"{', ' + facts['variant'] if facts['variant'] else ''}: {facts['train_images']:,} images, {self.steps:,} steps, "
-            f"{amp} on {facts['device']}, images {facts['path']}"
-        )
-        for note in facts["notes"]:
+        if type(self.watch) is not Quiet and self.step < self.steps:
+            told = summary(
+                self.work.model, self.sets, self.stream.view, self.recipe, self.group.device, steps=self.steps, done=self.step
+            )
+            self.watch.say(told)
+        for note in self.stream.notes:
             self.watch.say(note)
         with _signals(self._asked_to_stop):
             self.watch.begin(self.step, self.steps)
@@ -340,8 +340,8 @@ class _Loop:
                 images, _ = self._sample(64)
                 for name, probe in self.probes.items():
                     values[name] = probe(self._judged()[self._chosen()].eval(), images)
-            words = ", ".join(f"{name} {score.top1:.2%}" for name, score in self.last_score.items())
-            self.watch.say(f"epoch {epoch}: loss {values['train_loss']:.4f}, top-1 on {self.recipe.data.evaluated}: {words}")
+            of = "" if len(self.last_score) == 1 else " (running mean of the weights)" if self._chosen() == "ema" else ""
+            self.watch.say(f"epoch {epoch}: loss {values['train_loss']:.4f}, {chosen.top1:.2%} of {self.sets.eval} right{of}")
         self.journal.write("evaluation", self.step, **values)
         if self.judge is not None and self.step < self.steps:
             verdict = ""
@@ -437,9 +437,7 @@ class _Loop:
                     if LEFT.fullmatch(path.name):
                         whole.remove(path)
         if score is not None:
-            self.watch.say(
-                f"top-1 {score.top1:.2%}, top-5 {score.top5:.2%} on {score.images:,} images ({self.recipe.data.evaluated})"
-            )
+            self.watch.say(f"{self.sets.eval}: {score.words} of {score.images:,} images")
         if bad := self.sets.bad_images:
             more = f" and {len(bad) - LISTED:,} more (all are in {journal.NAME})" if len(bad) > LISTED else ""
             self.watch.say(f"Left out, for they could not be read ({len(bad):,}): {', '.join(bad[:LISTED])}{more}")

@@ -3,6 +3,7 @@
     dmst/weights/<name>/model.safetensors      float16
                         config.json            as of every saved model (files.py)
                         card.md                data, recipe, accuracy by class, calibration, limits, licence
+                        measured.json          confusion and calibration on the test images
                         answers.safetensors    drawn images (`drawn`) and the logits that these weights gave for them
 
 `SHIPPED` holds one sha256 of weights and config: files that were exchanged together are refused too.
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ import torch
 from torch import Tensor
 
 from dmst import whole
+from dmst.calibration import Measured
 from dmst.errors import BadFileError, OptionError
 from dmst.models.files import CONFIG, WEIGHTS, load_model, tensors_from
 from dmst.models.vision import VisionModel
 from dmst.operators.orthonormal import retract
 
 FOLDER = Path(__file__).parents[1] / "weights"
-CARD, ANSWERS = "card.md", "answers.safetensors"
+CARD, ANSWERS, MEASURED = "card.md", "answers.safetensors", "measured.json"
 SHIPPED = {
     "dmst_cifar10": "6a3d891eeb850ed3292bb16a3ad1c92c0ab84be2526ea89d5397ef600b8266e6",
     "dmst_cifar100": "bbf1c99eeec883a012eb650210f15331b921e20e764d620c0e0848246bcda6bd",
@@ -82,6 +85,12 @@ def card(name: str) -> str:
 def measured(name: str) -> str:
     """The line of its card that says so."""
     return next(line for line in card(name).splitlines() if line.startswith("Measured on "))
+
+
+def measurement(name: str) -> Measured:
+    """What it got right on its test images, when it was released."""
+    _known(name)
+    return Measured.from_dict(json.loads((FOLDER / name / MEASURED).read_bytes()))
 
 
 def drawn(channels: int, height: int, width: int, count: int = 8) -> Tensor:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import fnmatch
 from typing import Any
 
-from dmst.errors import OptionError, unknown_name
+from dmst.errors import unknown_name
 from dmst.models.config import ModelConfig
+from dmst.models.transfer import take_over
 from dmst.models.vision import VisionModel
 
 Row = dict[str, Any]
@@ -133,17 +134,20 @@ def create_model(
     """A network by name, with fresh weights: `create_model("dmst_small", num_classes=10, operator="tssa")`.
 
     What is None keeps the model's own. Further keywords are fields of ModelConfig or options of the operator. `pretrained`
-    takes the weights that ship (`dmst models --shipped`), in evaluation mode; another `num_classes` gives a fresh classifier.
+    takes the weights that ship (`dmst models --shipped`), in evaluation mode; another `num_classes` gives a fresh classifier,
+    and another `img_size` is possible.
     """
     asked = {"num_classes": num_classes, "img_size": img_size, "in_chans": in_chans, "operator": operator}
-    config = model_config(name, **overrides, **{key: value for key, value in asked.items() if value is not None})
-    if pretrained:
-        from dmst.models import shipped  # which builds networks itself
+    overrides |= {key: value for key, value in asked.items() if value is not None}
+    config = model_config(name, **overrides)
+    if not pretrained:
+        return VisionModel(config, device=device, dtype=dtype)
+    from dmst.models import shipped  # which builds networks itself
 
-        model = shipped.pretrained(config.name, device, dtype)
-        if config.num_classes != model.config.num_classes and num_classes is not None:
-            model.reset_classifier(num_classes)
-        if differ := [key for key, value in model.config.to_dict().items() if value != config.to_dict()[key]]:
-            raise OptionError(f"the weights of {config.name} are those of another {', '.join(differ)}: leave that as it is.")
-        return model
-    return VisionModel(config, device=device, dtype=dtype)
+    source = shipped.pretrained(config.name, device, dtype)
+    config = source.config.change(**overrides)  # what is not asked for is as the weights were trained
+    if config == source.config:
+        return source
+    model = VisionModel(config, device=device, dtype=next(source.parameters()).dtype)
+    take_over(model, source, config.name)
+    return model.eval()

@@ -19,9 +19,9 @@ READ = {
 
 def maps(
     photos: list[str] = PHOTOS,
-    weights: str = typer.Option("dmst_digits", help="A network that ships, a saved model, or a finished run."),
+    weights: str = typer.Option("dmst_cifar10", help="A network that ships, a saved model, or a finished run."),
     out: str = typer.Option(..., metavar="DIR", help="Where the pictures go, one an image."),
-    data: str = typer.Option(None, help="A dataset (`dmst data list`) or a folder; digits or drawn pictures if not given."),
+    data: str = typer.Option(None, help="A dataset (`dmst data list`) or a folder; the photographs that ship if not given."),
     split: str = typer.Option("test", help="Of the dataset."),
     layer: str = typer.Option("all", metavar="N|all", help="One layer, from 0 (-1 is the last), or all of them."),
     limit: int = typer.Option(8, min=1, help="How many images of a dataset, always the same ones."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import typer
@@ -29,7 +30,8 @@ SHOWN = {
     "mass": "mass",
 }
 SPREAD = ("variational", "complete", "coding")
-WEIGHTS = typer.Argument(None, help="Saved models, runs, or names of those that ship; dmst_digits if not given.")
+COMPARED = "R_var counts every head here, also the silent ones, so that networks with and without a gate can be compared."
+WEIGHTS = typer.Argument(None, help="Saved models, runs, or names of those that ship; dmst_cifar10 if not given.")
 
 
 def rates(
@@ -44,56 +46,85 @@ def rates(
     batch_size: int = shared.BATCH,
     device: str = shared.DEVICE,
 ) -> None:
-    """How many nats the tokens of each layer cost: before the operator, after it, after the block.
+    """Tell how many nats the tokens of each layer cost: before the operator, after it, after the block.
 
     dmst analyze rates
 
-    dmst analyze rates dmst_cifar10 tost_cifar10 --data cifar10 --data-dir DIR --page rates.html
+    dmst analyze rates dmst_cifar10 tost_cifar10 --page rates.html
 
-    Rates in the layer's own subspaces, in the lineage's convention, which is named; means over images ± standard deviation.
+    Several networks are compared on the same images, side by side in one table. One network is told in full. Rates are in the
+    layer's own subspaces, in the lineage's convention, which is named; means over images ± standard deviation.
     """
-    from dmst.analysis.rates import PLACES, rates_at
+    from dmst.analysis.rates import rates_at
     from dmst.engine.distributed import joined
     from dmst.engine.prepare import read_weights
+    from dmst.errors import OptionError
 
-    found = {}
-    names = {}
+    weights = list(dict.fromkeys(weights or ["dmst_cifar10"]))
+    found: dict[str, dict[str, LayerRates]] = {}
     with joined(device) as group:
-        for where in weights or ["dmst_digits"]:
-            model = read_weights(where).to(group.device)
-            looked = shared.look(model, where, data, split, data_dir, limit, batch_size)
-            with counted(f"{where}: {looked.name}", looked.count, quiet=as_json) as tick:
-                found[where], names[where] = rates_at(model, looked, eps=eps, tick=tick), looked.name
+        models = {where: read_weights(where).to(group.device) for where in weights}
+        looked = {where: shared.look(model, where, data, split, data_dir, limit, batch_size) for where, model in models.items()}
+        first, *others = looked.values()
+        if any((each.name, each.fingerprint) != (first.name, first.fingerprint) for each in others):
+            told = "; ".join(f"{where}: {each.name}" for where, each in looked.items())
+            raise OptionError(
+                f"these networks would be looked at on different images ({told}), and their rates could not be compared. "
+                "Name images that all of them take: --data DATASET or --data FOLDER."
+            )
+        for where, model in models.items():
+            with counted(f"{where}: {first.name}", first.count, quiet=as_json) as tick:
+                found[where] = rates_at(model, looked[where], eps=eps, tick=tick)
     if as_json:
-        told = {
-            where: {"images": names[where]} | {at: each.to_dict() for at, each in mine.items()} for where, mine in found.items()
-        }
-        typer.echo(json.dumps(told))
+        typer.echo(json.dumps({
+            where: {"images": first.name} | {at: each.to_dict() for at, each in mine.items()} for where, mine in found.items()
+        }))  # fmt: skip
     else:
         console = Console()
-        for where, mine in found.items():
-            for at, each in mine.items():
-                grid = Table(
-                    "layer",
-                    title=f"{escape(where)}, {escape(names[where])}: {PLACES[at]}",
-                    title_justify="left",
-                    pad_edge=False,
-                    box=box.SIMPLE_HEAD,
-                )
-                for word in SHOWN.values():
-                    grid.add_column(word, justify="right", no_wrap=True)
-                for layer in range(len(each.mean["coding"])):
-                    grid.add_row(str(layer), *(_cell(each, name, layer) for name in SHOWN))
-                console.print(grid)
-            console.print(f"{mine['input'].convention.rpartition(', ')[0]}.", highlight=False, soft_wrap=True)
+        for grid in [_side_by_side(found, first.name)] if others else _in_full(weights[0], found[weights[0]], first.name):
+            console.print(grid)
+        convention = found[weights[0]]["input"].convention.rpartition(", ")[0]
+        console.print(f"{convention}.", highlight=False, soft_wrap=True)
+        if others:
+            console.print(f"{COMPARED} With --page FILE.html: curves, before and after.", highlight=False, soft_wrap=True)
     if page:
         from dmst.analysis.rate_page import write_page
 
-        typer.echo(f"{write_page(page, found, names)}", err=as_json)
+        typer.echo(f"{write_page(page, found, first.name)}", err=as_json)
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    grid = Table("layer", title=escape(title), title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD)
+    for name in columns:
+        grid.add_column(escape(name), justify="right", no_wrap=True)
+    return grid
+
+
+def _in_full(where: str, rates: Mapping[str, LayerRates], images: str) -> Iterator[Table]:
+    """One network: every quantity, a table for each place."""
+    from dmst.analysis.rates import PLACES
+
+    for at, each in rates.items():
+        grid = _table(f"{where}, {images}: {PLACES[at]}", SHOWN.values())
+        for layer in range(len(each.mean["coding"])):
+            grid.add_row(str(layer), *(_cell(each, name, layer) for name in SHOWN))
+        yield grid
+
+
+def _side_by_side(found: Mapping[str, Mapping[str, LayerRates]], images: str) -> Table:
+    """Several networks: a column for each, of the rates that can be compared."""
+    from dmst.analysis.rate_page import BESIDE
+
+    grid = _table(
+        f"{images}: the tokens that the operator reads", [f"{where}\n{word}" for where in found for word in BESIDE.values()]
+    )
+    for layer in range(max(len(each["input"].mean["coding"]) for each in found.values())):
+        grid.add_row(str(layer), *(_cell(each["input"], name, layer) for each in found.values() for name in BESIDE))
+    return grid
 
 
 def _cell(rates: LayerRates, name: str, layer: int) -> str:
-    mean, std = rates.mean[name][layer], rates.std[name][layer]
-    if math.isnan(mean):
+    if layer >= len(rates.mean[name]) or math.isnan(rates.mean[name][layer]):
         return "-"
+    mean, std = rates.mean[name][layer], rates.std[name][layer]
     return f"{mean:.1f}±{std:.1f}" if name in SPREAD and not math.isnan(std) else f"{mean:.1f}"

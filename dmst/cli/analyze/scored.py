@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def scored(
-    weights: str = typer.Argument("dmst_digits", help="A network that ships, a saved model, or a finished run."),
-    data: str = typer.Option(None, help="A dataset (`dmst data list`) or a folder; digits or drawn pictures if not given."),
+    weights: str = typer.Argument("dmst_cifar10", help="A network that ships, a saved model, or a finished run."),
+    data: str = typer.Option(None, help="A dataset (`dmst data list`) or a folder; the photographs that ship if not given."),
     split: str = typer.Option("test", help="Of the dataset."),
     layer: int = typer.Option(-1, help="The layer whose memberships, gates or rows put the patches in order; -1 is the last."),
     test: list[str] = typer.Option(  # noqa: B008 (typer reads it)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from dmst.models import VisionModel
 
 WEIGHTS = typer.Argument(
-    "dmst_digits", help="A network that ships (`dmst models --shipped`), a saved model, or a finished run."
+    "dmst_cifar10", help="A network that ships (`dmst models --shipped`), a saved model, or a finished run."
 )
 DATA = typer.Option(
-    None, metavar="NAME", help="A dataset, or a folder of class folders; else what a run was evaluated on, or what is at hand."
+    None, metavar="NAME", help="A dataset or a folder; if not given, what a run was evaluated on, or the photographs that ship."
 )
 DATA_DIR = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are.")
 SPLIT = typer.Option("test", help="test or train.")

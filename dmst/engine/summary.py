@@ -1,0 +1,138 @@
+"""What will be trained, in one block of words, before the first step.
+
+network      which one, how large             classes      how many, with their counts
+starts from  which weights, or random         split        what is learned from, what is held out
+images       their size, how they get there   device       where, in which precision
+time         measured on a copy of the network, on this machine
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from dmst import provenance
+from dmst.data.loader import View
+from dmst.data.sets import ImageSet
+from dmst.engine.prepare import Sets
+from dmst.engine.recipe import Recipe
+from dmst.models import VisionModel, shipped
+
+HOUR = 3600.0
+SHOWN = 12  # classes that are named
+TIMED = 8  # images of the step that is timed on a CPU
+LOOKED_AT = 9  # images whose size is looked at
+
+
+def summary(model: VisionModel, sets: Sets, view: View, recipe: Recipe, device: torch.device, steps: int, done: int) -> str:
+    """The block; `done` of `steps` lie behind a run that goes on."""
+    rows = {
+        "network": f"{model.config.name} ({model.config.operator}), {sum(p.numel() for p in model.parameters()):,} parameters",
+        "starts from": _start(recipe, model),
+        "images": _images(sets.train, view, recipe),
+        "classes": _classes(sets.train),
+        "split": _split(sets, recipe),
+        "device": _device(device, recipe),
+        "time": _time(model, sets, view, recipe, device, steps, done),
+    }
+    lines = []
+    for name, text in rows.items():
+        first, *more = text.split("\n")
+        lines += [f"{name:<12} {first}", *(f"{'':<12} {line}" for line in more)]
+    return "\n".join(lines)
+
+
+def _start(recipe: Recipe, model: VisionModel) -> str:
+    where = recipe.model.init_from
+    if not where:
+        return "random weights"
+    known = ""
+    if where in shipped.SHIPPED:
+        found = shipped.measurement(where)
+        known = f", which ships with this package ({found.top1:.2%} right on {found.data})"
+    return f"the weights of {where}{known}\nIts classifier is new, for these classes"
+
+
+def _images(images: ImageSet, view: View, recipe: Recipe) -> str:
+    found = [images.read(int(i)).shape[:2] for i in np.linspace(0, len(images) - 1, LOOKED_AT).astype(int)]
+    height, width = (int(np.median(side)) for side in zip(*found, strict=True))
+    how = "as they are"
+    if {height, width} != {view.size}:
+        scaled = math.floor(view.size / view.crop_pct)
+        how = f"from about {width} x {height}: the shorter side is scaled to {scaled}, the middle is kept"
+    crop = "; in training a random part of each" if recipe.augment.resized_crop else ""
+    told = f"{view.size} x {view.size} pixels, {how}{crop}"
+    if recipe.model.init_from and min(height, width) >= 2 * view.size and view.size <= 32:
+        told += (
+            f"\nThese images are larger. --size {2 * view.size} shows the network more of them, and is often better"
+            f"\n(4 cat and dog breeds: {MEASURED[0]} right at 32, {MEASURED[1]} at 64); a step takes about 4 times as long."
+        )
+    return told
+
+
+MEASURED = ("74 %", "86.5 %")
+
+
+def _classes(images: ImageSet) -> str:
+    counts = np.bincount(images.labels, minlength=len(images.classes))
+    named = ", ".join(f"{name} {count:,}" for name, count in list(zip(images.classes, counts, strict=True))[:SHOWN])
+    more = f" and {len(images.classes) - SHOWN} more" if len(images.classes) > SHOWN else ""
+    return f"{len(images.classes)}: {named}{more}"
+
+
+def _split(sets: Sets, recipe: Recipe) -> str:
+    learned = f"{len(sets.train) - len(sets.bad_train):,} images to learn from"
+    if sets.eval is None:
+        return f"{learned}, none to check with"
+    count = len(sets.eval) - len(sets.bad_eval)
+    how = f"{100 * recipe.data.holdout:.3g} % held out" if recipe.data.holdout else f"the {recipe.data.eval} images"
+    return f"{learned}, {count:,} to check with ({how})"
+
+
+def _device(device: torch.device, recipe: Recipe) -> str:
+    words = {"none": "float32", "bf16": "bfloat16", "fp16": "float16"}[recipe.run.amp]
+    return f"{provenance.device_name(device)}, {words}"
+
+
+def _time(model: VisionModel, sets: Sets, view: View, recipe: Recipe, device: torch.device, steps: int, done: int) -> str:
+    epochs, batch = recipe.schedule.epochs, recipe.run.batch_size
+    told = f"{epochs} epochs of {steps // epochs:,} steps, {batch} images each"
+    if done >= steps:
+        return f"{told}: done"
+    if device.type != "cpu":  # compiled, recorded, in other precision: the bar tells after some steps
+        return told
+    checked = 0 if sets.eval is None else len(sets.eval) * (epochs // recipe.run.eval_every)
+    seconds = seconds_per_image(model, view) * ((steps - done) * batch + checked / 3)
+    told = f"about {in_words(seconds)}: {told}"
+    if seconds < HOUR:
+        return told
+    shorter = [f"--epochs {max(1, epochs // 4)}"] + ([f"--size {view.size // 2}"] if view.size >= 64 else [])
+    return f"{told}\nThat is long for a CPU. Shorter: {', or '.join(shorter)}, or fewer images; a GPU takes minutes."
+
+
+def seconds_per_image(model: VisionModel, view: View) -> float:
+    """Of one training step on the CPU, on a copy of the network: nothing of the run changes."""
+    with torch.random.fork_rng(devices=[]):
+        trial = copy.deepcopy(model).train()
+        images = torch.randn(TIMED, view.channels, view.size, view.size, dtype=next(trial.parameters()).dtype)
+        labels = torch.arange(TIMED) % model.config.num_classes
+        laps = []
+        for _ in range(2):  # the first warms up
+            start = time.perf_counter()
+            F.cross_entropy(trial(images), labels).backward()
+            laps.append(time.perf_counter() - start)
+    return min(laps) / TIMED
+
+
+def in_words(seconds: float) -> str:
+    """ "20 seconds", "14 minutes", "5 hours": as exact as it is known."""
+    for unit, size in (("hour", HOUR), ("minute", 60.0)):
+        if seconds >= 2 * size or (unit == "hour" and seconds >= 0.95 * HOUR):
+            count = seconds / size
+            return f"{count:.1f} {unit}s" if count < 10 and unit == "hour" else f"{round(count)} {unit}s"
+    return f"{max(1, round(seconds))} second{'s' * (round(seconds) > 1)}"
