@@ -94,9 +94,9 @@ def rates(
 
 
 def _table(title: str, columns: Iterable[str]) -> Table:
-    grid = Table("layer", title=escape(title), title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD)
+    grid = Table("layer", title=escape(title), title_justify="left", padding=(0, 1, 0, 0), pad_edge=False, box=box.SIMPLE_HEAD)
     for name in columns:
-        grid.add_column(escape(name), justify="right", no_wrap=True)
+        grid.add_column(escape(name), justify="right", overflow="fold")
     return grid
 
 
@@ -115,11 +115,11 @@ def _side_by_side(found: Mapping[str, Mapping[str, LayerRates]], images: str) ->
     """Several networks: a column for each, of the rates that can be compared."""
     from dmst.analysis.rate_page import BESIDE
 
-    grid = _table(
-        f"{images}: the tokens that the operator reads", [f"{where}\n{word}" for where in found for word in BESIDE.values()]
-    )
+    columns = [f"{where if i == 0 else str()}\n{word}" for where in found for i, word in enumerate(BESIDE.values())]
+    grid = _table(f"{images}: the tokens that the operator reads", columns)
     for layer in range(max(len(each["input"].mean["coding"]) for each in found.values())):
-        grid.add_row(str(layer), *(_cell(each["input"], name, layer) for each in found.values() for name in BESIDE))
+        cells = (_cell(each["input"], name, layer) for each in found.values() for name in BESIDE)
+        grid.add_row(str(layer), *(cell.partition("±")[0] for cell in cells))
     return grid
 
 
