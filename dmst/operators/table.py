@@ -68,7 +68,7 @@ class OperatorTable(MutableMapping[str, type[Operator]]):
         return self[name]
 
     def look(self) -> tuple[dict[str, type[Operator]], list[str]]:
-        """Every operator that can be used, and a sentence for each that an installed package brings in vain. Imports them all."""
+        """Every operator that can be used, and a sentence for each that a package brings in vain. Imports them all."""
         known, problems = {}, []
         for name in self:
             try:

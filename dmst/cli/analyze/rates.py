@@ -86,6 +86,8 @@ def rates(
                     grid.add_row(str(layer), *(_cell(each, name, layer) for name in SHOWN))
                 console.print(grid)
             console.print(f"{mine['input'].convention.rpartition(', ')[0]}.", highlight=False, soft_wrap=True)
+            if mine["input"].missing:
+                console.print(mine["input"].missing, highlight=False, markup=False, soft_wrap=True)
     if page:
         from dmst.analysis.rate_page import write_page
 
