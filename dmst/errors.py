@@ -61,7 +61,7 @@ class ConfigError(OptionError):
 
 
 class OperatorContractError(DmstError, AssertionError):
-    """An operator does not do what `dmst/operators/base.py` says of every operator: what it does, and what the contract says."""
+    """An operator does not do what dmst/operators/base.py says of every one: what it does, and what the contract says."""
 
 
 class ShapeError(DmstError, ValueError):
