@@ -170,7 +170,7 @@ def _factory(case: _Case) -> None:
 
 
 def _shapes(case: _Case) -> None:
-    for n, grid in ((1, (1, 1)), (12, (3, 4)), (63, (7, 9)), (197, (1, 197))):
+    for n, grid in ((TOKENS, GRID), (1, (1, 1)), (63, (7, 9)), (197, (1, 197))):
         for training in (True, False):
             z = case.tokens(n=n, dtype=torch.float32)
             before = z.clone()

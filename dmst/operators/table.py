@@ -101,7 +101,7 @@ def _load(name: str, entry: metadata.EntryPoint) -> type[Operator]:
 
 def _checked(operator: Any) -> type[Operator]:
     if not (isinstance(operator, type) and issubclass(operator, Operator)):
-        what = operator.__name__ if isinstance(operator, type) else f"a {type(operator).__name__}"
+        what = operator.__name__ if isinstance(operator, type) else f"something of type {type(operator).__name__}"
         raise OptionError(f"{what} is no operator: an operator is a subclass of dmst.operators.Operator.")
     return operator
 
