@@ -27,10 +27,10 @@ _HOMES = {
     "save_model": "dmst.models",
     "use_kernels": "dmst.kernels",
 }
-_MODULES = ("analysis", "errors", "kernels", "models", "objective", "operators", "rotary", "sparsemax")
+_MODULES = ("analysis", "errors", "kernels", "models", "objective", "operators", "rotary", "sparsemax", "testing")
 
 if TYPE_CHECKING:
-    from dmst import analysis, errors, kernels, models, objective, operators, rotary, sparsemax
+    from dmst import analysis, errors, kernels, models, objective, operators, rotary, sparsemax, testing
     from dmst.kernels import use_kernels
     from dmst.models import ModelConfig, VisionModel, create_model, list_models, load_model, save_model
     from dmst.operators import DMSA, OPERATORS, TSSA, Parts, Spatial
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DMSA", "OPERATORS", "TSSA", "ModelConfig", "Parts", "Spatial", "VisionModel", "__version__",
     "analysis", "create_model", "errors", "kernels", "list_models", "load_model", "models", "objective", "operators", "rotary",
-    "save_model", "sparsemax", "use_kernels",
+    "save_model", "sparsemax", "testing", "use_kernels",
 ]  # fmt: skip
 
 

@@ -64,6 +64,7 @@ class Facts(NamedTuple):
     hidden: bool = False  # from torch, on purpose
     triton: str = ""  # what is wrong with it
     broken: Mapping[str, str] = {}  # package -> why it does not import
+    operators: tuple[str, ...] = ()  # what is wrong with those that other packages bring
 
     @property
     def best(self) -> Device:
@@ -87,6 +88,7 @@ def gather() -> Facts:
         hidden=os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"),
         triton=tidy(choice.triton_problem()),
         broken=broken,
+        operators=tuple(OPERATORS.look()[1]),
     )
 
 
@@ -150,8 +152,14 @@ class Row(NamedTuple):
 def operator_table(device: torch.device) -> list[Row]:
     """What computes each operator on this device, asked of `choice`."""
     rows: dict[tuple[str, str, str, str], tuple[str, ...]] = {}
-    for name in OPERATORS:
-        operator = create(name, WIDTH, HEADS, device="meta")  # nothing is computed
+    for name in OPERATORS.look()[0]:
+        try:
+            operator = create(name, WIDTH, HEADS, device="meta")  # nothing is computed
+        except Exception as error:  # somebody else's may be for other shapes
+            if name in OPERATORS.built_in:
+                raise
+            rows[name, "-", "-", f"cannot be built: {tidy(error)}"] = ()
+            continue
         for dtype in (torch.bfloat16, torch.float32):
             training, inference = (_kernel_of(operator, device, dtype, grad) for grad in (True, False))
             why = "not of the family"
@@ -164,8 +172,8 @@ def operator_table(device: torch.device) -> list[Row]:
 
 def _kernel_of(operator: Operator, device: torch.device, dtype: torch.dtype, grad: bool) -> str:
     if not isinstance(operator, TokenStatistics):
-        called = type(operator).forward.__code__.co_names
-        return "torch attention" if "scaled_dot_product_attention" in called else "plain torch"
+        code = getattr(type(operator).forward, "__code__", None)  # what somebody compiled has none
+        return "torch attention" if code and "scaled_dot_product_attention" in code.co_names else "plain torch"
     z = torch.empty(1, 4, WIDTH, device=device)  # float32 tokens and products in `dtype`, as autocast has them
     with choice.use_kernels("auto"), torch.set_grad_enabled(grad):
         kernel = choice.kernel_for(z, operator.weights(), operator.form, dtype)
@@ -358,6 +366,7 @@ def examine(facts: Facts, checks: Iterable[Check]) -> list[Finding]:
         if not (name == "timm" and "torchvision" in facts.broken):  # which it imports: one cause, one finding
             remedy = REMEDIES.get(name, f"pip install --force-reinstall {name}")
             found.append(Finding("problem" if name in NEEDED else "note", f"{name} does not import: {message}", remedy))
+    found += [Finding("note", what, "none is needed by who does not use it") for what in facts.operators]
     for test in checks:
         if test.failures:
             what = f"self-test of {test.kernel} in {test.dtype} on {test.device}: {'; '.join(test.failures)}"

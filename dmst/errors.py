@@ -4,6 +4,7 @@ DmstError
 ├── OptionError          a value that an option cannot take            (also a ValueError)
 │   ├── UnknownNameError a name that is not in a table                 (also a ValueError)
 │   └── ConfigError      a recipe that breaks a rule: file, key, why   (also a ValueError)
+├── OperatorContractError  an operator that breaks the contract of dmst.operators (also an AssertionError)
 ├── ShapeError           a tensor whose shape or dtype does not fit    (also a ValueError)
 ├── BadFileError         a file that is damaged, foreign or unsafe     (also a ValueError)
 │   └── MissingSplitError  a dataset without the split that is asked for
@@ -23,8 +24,10 @@ import difflib
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Iterable, Mapping
 from importlib import metadata
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -55,6 +58,10 @@ class ConfigError(OptionError):
     def __str__(self) -> str:
         where = "" if self.where in self.file + self.reason else f", {self.where}"
         return f"{self.file}{where}: {self.reason}" if self.file else self.reason
+
+
+class OperatorContractError(DmstError, AssertionError):
+    """An operator does not do what dmst/operators/base.py says of every one: what it does, and what the contract says."""
 
 
 class ShapeError(DmstError, ValueError):
@@ -155,6 +162,17 @@ def shown(value: object, most: int = 80) -> str:
     except ValueError:  # of a whole number with more digits than Python writes
         text = f"a value that is too long to write, of type {type(value).__name__}"
     return text if len(text) <= most else f"{text[: most - 20]}..."
+
+
+def in_one_line(error: BaseException) -> str:
+    """What went wrong in somebody else's code, and where: "ZeroDivisionError: division by zero (my_op.py, line 3)"."""
+    line = (str(error).strip().splitlines() or ["no message"])[0]
+    if isinstance(error, DmstError):
+        return line.rstrip(".")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    known = isinstance(error, SyntaxError) or not frames  # a SyntaxError says it itself
+    where = "" if known else f" ({PurePath(frames[-1].filename).name}, line {frames[-1].lineno})"
+    return f"{type(error).__name__}: {line}{where}"
 
 
 def refuse_unknown_options(owner: type, unknown: Mapping[str, object]) -> None:

@@ -46,6 +46,24 @@ def test_version_and_help() -> None:
     assert run("--help")[0] == 0
 
 
+def test_the_help_is_in_groups() -> None:
+    """A newcomer finds what to use first; every verb is in a group."""
+    text = run("--help")[1]
+    places = [text.index(f"─ {panel} ─") for panel in ("Use", "Train", "Look inside", "Research", "Machine")]
+    assert places == sorted(places) and "─ Commands ─" not in text
+    panels = [text[a:b] for a, b in zip(places, [*places[1:], None], strict=True)]
+    verbs = [
+        [line.split()[1] for line in panel.splitlines()[1:] if line.startswith("│ ") and line[2] != " "] for panel in panels
+    ]
+    assert verbs == [
+        ["classify", "explore", "models", "demo"],
+        ["train", "evaluate", "recipes", "data"],
+        ["report", "analyze"],
+        ["operators", "reproduce", "bench"],
+        ["doctor"],
+    ]
+
+
 def test_an_unknown_verb_is_an_error() -> None:
     code, text = run("operator")
     assert code == 2

@@ -16,7 +16,7 @@ ROWS = [
     ["objective", "kernels"],
     ["operators"],
     ["models", "data"],
-    ["engine", "analysis", "export"],
+    ["engine", "analysis", "export", "testing"],
     ["reproduce", "explorer", "integrations", "doctor", "demo", "bench"],
     ["cli"],
     ["__main__"],

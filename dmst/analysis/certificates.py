@@ -19,7 +19,8 @@ so lin < 0 guarantees descent for 0 < t < -2 lin/quad. The network steps with t 
     reread       the same with pi and g computed anew: what it costs when the layer reads its own result
 
 A head's numbers are those of its own term of R_var; they add up, but for `longest`. Layers and heads count from 0.
-Any operator with memberships has a certificate, also one that was derived from no rate (the gated channel); others have none.
+Any operator with memberships and `subspaces()` has a certificate, also one that was derived from no rate (the gated channel);
+others have none, and `missing` says why.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from dmst import objective
 from dmst.analysis.probes import AT_ONCE, only_looking
+from dmst.analysis.rates import lack
 from dmst.analysis.running import Numbers, Running, batches_of, finite
 from dmst.errors import OptionError, choose, shown
 from dmst.models import VisionModel
@@ -93,6 +95,7 @@ class Certificate:
     c: float
     basis: str
     layers: list[LayerCertificate | None]
+    missing: str = "its operator has no memberships"  # why there is none, where there is none
 
     @property
     def convention(self) -> str:
@@ -104,7 +107,7 @@ class Certificate:
 
     def sentences(self) -> list[str]:
         told = [f"Layer {i}: {NO_RATE}." if each is None else each.sentence() for i, each in enumerate(self.layers)]
-        return [f"{self.model}: {NO_RATE}, its operator has no memberships."] if not any(self.layers) else told
+        return [f"{self.model}: {NO_RATE}, {self.missing}."] if not any(self.layers) else told
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; what is not finite is None."""
@@ -132,18 +135,20 @@ def certify(
     c = code_scale(model.config.dim, eps)
     running = [Running() for _ in model.blocks]
     least = [math.inf] * len(running)
-    count = 0
+    count, missing = 0, {}
     with only_looking(model):
         for batch in batches_of(images, batch_size):
             count += len(batch)
             for i, found in enumerate(_read(model, batch, c, basis) if len(batch) else ()):
-                if found is not None:
+                if isinstance(found, str):
+                    missing["missing"] = found
+                else:
                     running[i].add(found)
                     least[i] = min(least[i], found[QUANTITIES.index("longest"), -1].min().item())
     if not count:
         raise OptionError("certify was given no images.")
     layers = [_layer(i, each, least[i]) if each.count else None for i, each in enumerate(running)]
-    return Certificate(model.config.name, count, math.sqrt(model.config.dim / c), c, basis, layers)
+    return Certificate(model.config.name, count, math.sqrt(model.config.dim / c), c, basis, layers, **missing)
 
 
 def certificate_of(
@@ -228,14 +233,14 @@ def coordinates(tokens: Tensor, parts: Parts, operator: Operator, basis: str) ->
 # --- pieces ----------------------------------------------------------------------------------------------------------
 
 
-def _read(model: VisionModel, images: Tensor, c: float, basis: str) -> Iterator[Tensor | None]:
-    """For each layer every quantity (quantities, k + 1, b), all heads together last; None where there is no rate."""
+def _read(model: VisionModel, images: Tensor, c: float, basis: str) -> Iterator[Tensor | str]:
+    """For each layer every quantity (quantities, k + 1, b), all heads together last; or what it lacks for that."""
     z, grid = model.embed(images)
     for block in model.blocks:  # one layer in memory at a time
         layer = block.trace(z, grid)  # type: ignore[operator]
         z = layer.after_feedforward
-        known = layer.parts.membership is not None
-        yield _quantities(layer, block.operator, block.norm, grid, c, basis) if known else None  # type: ignore[arg-type]
+        missing = lack(block.operator, layer.parts)  # type: ignore[arg-type]
+        yield missing or _quantities(layer, block.operator, block.norm, grid, c, basis)  # type: ignore[arg-type]
 
 
 def _quantities(layer: LayerTrace, operator: Operator, norm: torch.nn.Module, grid: Any, c: float, basis: str) -> Tensor:

@@ -13,8 +13,9 @@
 
 Three places: at="input", the tokens that the operator reads (normed), with the memberships it computed of them; "output", the
 tokens after its residual step, and "block", those after the feed-forward too, both normed by the same layer, in its subspaces,
-with memberships computed anew. Layers without memberships have `coding` alone, the others NaN. One number per image, then mean
-and standard deviation over images; batches stream through, so the number of images is not limited by memory.
+with memberships computed anew. What an operator does not show leaves NaN, and `missing` says what and why: without memberships
+there is `coding` alone, without `subspaces()` no `complete`. One number per image, then mean and standard deviation over them;
+batches stream through, so the number of images is not limited by memory.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class LayerRates:
     images: int
     mean: dict[str, list[float]]
     std: dict[str, list[float]]
+    missing: str = ""  # which rates there are not, and why: a sentence
 
     @property
     def convention(self) -> str:
@@ -87,9 +89,12 @@ def rates_at(
     for at in places:
         choose("at", at, PLACES)
     running = Running()
+    missing = ""
     with only_looking(model):
         for some in batches_of(images, batch_size):
-            running.add(_values(model, some, places, eps))  # (places, layers, quantities, b)
+            values, told = _values(model, some, places, eps)
+            running.add(values)
+            missing = missing or told
             tick(len(some))
     if not running.count:
         raise OptionError("layer_rates was given no images.")
@@ -102,6 +107,7 @@ def rates_at(
             images=running.count,
             mean={name: mean[place, :, i].tolist() for i, name in enumerate(QUANTITIES)},
             std={name: std[place, :, i].tolist() for i, name in enumerate(QUANTITIES)},
+            missing=missing,
         )
         for place, at in enumerate(places)
     }
@@ -112,8 +118,7 @@ def rates_of(tokens: Tensor, parts: Parts, operator: Operator, *, eps: float = 0
     coding = objective.coding_rate(tokens, eps=eps)
     absent = torch.full_like(coding, math.nan)
     found = dict.fromkeys(QUANTITIES, absent) | {"coding": coding}
-    subspaces = operator.subspaces()
-    if parts.projected is None or parts.membership is None or subspaces is None:
+    if parts.projected is None or parts.membership is None:
         return found
     projected, membership, gate = parts.projected, parts.membership, parts.gate
     heads = membership.shape[1]
@@ -127,19 +132,36 @@ def rates_of(tokens: Tensor, parts: Parts, operator: Operator, *, eps: float = 0
     unit = projected / torch.where(length > 0, length, 1)
     found["projected"] = objective.projected_rate(unit, share, eps=eps, width="head_dim")
     found["gap"] = found["all_heads"] - found["projected"]
-    found["complete"] = objective.complete_rate(tokens, subspaces, share, eps=eps)
+    if (subspaces := operator.subspaces()) is not None:
+        found["complete"] = objective.complete_rate(tokens, subspaces, share, eps=eps)
     found["active"] = torch.full_like(coding, heads) if gate is None else (gate != 0).sum(-1).to(coding.dtype)
     found["mass"] = total.mean((1, 2))
     return found
 
 
-def _values(model: VisionModel, images: Tensor, places: Sequence[str], eps: float) -> Tensor:
-    """(places, layers, quantities, b), one layer in memory at a time."""
+def lack(operator: Operator, parts: Parts) -> str:
+    """What an operator would have to show for every rate and a certificate; "" where nothing is missing."""
+    name = type(operator).__name__
+    if parts.membership is None:
+        return "its operator has no memberships"
+    if parts.projected is None:
+        return f"{name}.decompose shows no `projected`, the tokens in each subspace (b, k, n, p)"
+    if operator.subspaces() is None:
+        return f"{name} has no subspaces(), the method that gives the bases U_k (k, d, p) that its tokens are projected on"
+    return ""
+
+
+def _values(model: VisionModel, images: Tensor, places: Sequence[str], eps: float) -> tuple[Tensor, str]:
+    """(places, layers, quantities, b), one layer in memory at a time; and what is missing."""
+    missing = ""
     z, grid = model.embed(images)
     rows: list[list[Tensor]] = [[] for _ in places]
     for block in model.blocks:
         layer = block.trace(z, grid)  # type: ignore[operator]
         z = layer.after_feedforward
+        if not missing and (why := lack(block.operator, layer.parts)):  # type: ignore[arg-type]
+            known = "there is no `complete`" if "subspaces()" in why else "`coding` is the only rate"
+            missing = f"{model.config.name}: {why}, so {known}."
         for row, at in zip(rows, places, strict=True):
             tokens, parts = layer.normed, layer.parts
             if at != "input":
@@ -147,4 +169,4 @@ def _values(model: VisionModel, images: Tensor, places: Sequence[str], eps: floa
                 parts = block.operator.decompose(tokens, grid=grid)  # type: ignore[union-attr, operator]
             found = rates_of(tokens, parts, block.operator, eps=eps)  # type: ignore[arg-type]
             row.append(torch.stack([found[name].cpu().double() for name in QUANTITIES]))
-    return torch.stack([torch.stack(row) for row in rows])
+    return torch.stack([torch.stack(row) for row in rows]), missing

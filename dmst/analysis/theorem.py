@@ -94,7 +94,7 @@ class Theorem:
 
     def sentences(self) -> list[str]:
         if not any(self.layers):
-            return [f"{self.model}: its operator has no memberships, and the theorem says nothing about it."]
+            return [f"{self.model}: its operator has no memberships of DMSA's family, and the theorem says nothing about it."]
         told = enumerate(self.layers)
         return [f"Layer {i}: no memberships." if each is None else each.sentence() for i, each in told]
 

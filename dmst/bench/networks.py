@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from dmst import provenance
-from dmst.errors import MissingExtraError, OptionError, choose, need
+from dmst.errors import MissingExtraError, OptionError, need
 from dmst.kernels import choice, closed_form, reference, silent
 from dmst.models.zoo import create_model, model_config
 from dmst.operators import OPERATORS
@@ -44,7 +44,7 @@ def parse(what: str) -> Network:
         return Network(rest, None, True)
     name, _, operator = what.partition(":")
     if operator:
-        choose("operator", operator, OPERATORS)
+        OPERATORS.find(operator)
     model_config(name)
     return Network(name, operator or None, False)
 

@@ -1,26 +1,34 @@
 """The command `dmst` (and `python -m dmst`, the same): verbs here, knobs in recipes.
 
-dmst --version            this package, torch and Python
-dmst operators            the table of operators and their options
-dmst models [PATTERN]     the named networks, their sizes and parameters
-dmst train RECIPE         train or fine-tune, or go on with a run; dmst train --data FOLDER ... for images of your own
-dmst evaluate WEIGHTS     exact top-1 and top-5 of a saved model
-dmst classify PHOTO...    what a network sees in photos, with pictures of its memberships
-dmst explore              a page in the browser: what networks compute of your picture, and what they do without a head
-dmst analyze VERB         look inside: rates by layer, certificates, maps
-dmst report WEIGHTS       one page about a network: accuracy, calibration, rates, certificates, gates, answers with maps
-dmst recipes [NAME]       the recipes that ship, what each promises; --keys: all that can be set
-dmst reproduce TABLE      run what a table of experiments lacks, and write it as markdown
-dmst demo                 a DMST learns to read digits, and a page shows what it computes
-dmst data list            the datasets; also data info, data fetch, data verify
-dmst bench operators      time and memory of one layer beside the others, on the device at hand
-dmst doctor               what is installed, which kernels run here, and whether they are right
+dmst --version                this package, torch and Python
+dmst --import MODULE VERB     import a module or a .py file first: the verb then knows its operators. Repeatable
+
+Use
+dmst classify PHOTO...        what a network sees in photos, with pictures of its memberships
+dmst explore                  a page in the browser: what networks compute of your picture, and what they do without a head
+dmst models [PATTERN]         the named networks, their sizes and parameters
+dmst demo                     a DMST learns to read digits, and a page shows what it computes
+Train
+dmst train RECIPE             train or fine-tune, or go on with a run; dmst train --data FOLDER ... for images of your own
+dmst evaluate WEIGHTS         exact top-1 and top-5 of a saved model
+dmst recipes [NAME]           the recipes that ship, what each promises; --keys: all that can be set
+dmst data list                the datasets; also data info, data fetch, data verify
+Look inside
+dmst report WEIGHTS           one page about a network: accuracy, calibration, rates, certificates, gates, answers with maps
+dmst analyze VERB             rates by layer, certificates, maps
+Research
+dmst operators                the table of operators and their options
+dmst reproduce TABLE          run what a table of experiments lacks, and write it as markdown
+dmst bench operators          time and memory of one layer beside the others, on the device at hand
+Machine
+dmst doctor                   what is installed, which kernels run here, and whether they are right
 """
 
 from __future__ import annotations
 
 import inspect
 import platform
+from collections.abc import Callable
 
 import typer
 from rich.console import Console
@@ -28,6 +36,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from dmst.cli import analyze, bench, classify, data, explore, report, reproduce, train
+from dmst.cli.imported import import_module
+
+IMPORTS = typer.Option(
+    [], "--import", metavar="MODULE", help="Import a module or a .py file first, so that its operators are known. Repeatable."
+)
 
 app = typer.Typer(name="dmst", help="A white-box vision transformer.", no_args_is_help=True, add_completion=False)
 
@@ -45,36 +58,42 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Say the versions and stop."),
+    imports: list[str] = IMPORTS,
 ) -> None:
-    pass
+    for module in imports:
+        import_module(module)
 
 
-@app.command()
 def operators() -> None:
-    """List the operators, what each is, and the options it takes."""
+    """List the layers that networks can be made of, and the options of each."""
     from dmst.operators import OPERATORS
 
     table = Table("operator", "what it is")
     table.add_column("options and their defaults", overflow="fold")
-    for name, operator in OPERATORS.items():
-        module = inspect.getmodule(operator)
-        headline = ((module and module.__doc__) or "").strip().splitlines()[0]
+    known, problems = OPERATORS.look()
+    for name, operator in known.items():
+        home = inspect.getmodule(operator) if name in OPERATORS.built_in else operator
+        headline = next(iter((getattr(home, "__doc__", None) or "").strip().splitlines()), "")
         parameters = inspect.signature(operator.__init__).parameters.values()
         options = [
             f"{p.name}={p.default!r}" for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("device", "dtype")
         ]
         table.add_row(name, escape(headline), escape(", ".join(options)))
     Console().print(table)
+    for problem in problems:
+        typer.secho(problem, fg="yellow", err=True)
 
 
-@app.command()
 def models(
     pattern: str = typer.Argument("*", help='Which names: "dmst_*", or a part of a name.'),
     shipped: bool = typer.Option(False, "--shipped", help="Only those whose weights ship: what each was measured to do."),
     card: str = typer.Option(None, metavar="NAME", help="The card of one that ships: data, recipe, accuracy by class, limits."),
     verify: bool = typer.Option(False, "--verify", help="Check the weights that ship: their bytes, and their stored answers."),
 ) -> None:
-    """List the named networks: shape, tokens, and parameters with 10 and with 1000 classes. * marks weights that ship."""
+    """List the networks by name, with their sizes.
+
+    Shape, tokens, and parameters with 10 and with 1000 classes. * marks weights that ship.
+    """
     from dmst.models import VisionModel, list_models, model_config
     from dmst.models import shipped as ours
 
@@ -108,22 +127,23 @@ def models(
     )
 
 
-@app.command()
 def demo(
     out: str = typer.Option("runs/demo", help="Where the report and the trained networks go."),
     seeds: int = typer.Option(3, min=1, help="Runs of DMST."),
     epochs: int = typer.Option(16, min=1, help="Passes over the digits."),
     workers: int = typer.Option(None, min=1, help="Runs at a time; one a core if not given."),
 ) -> None:
-    """Train small networks on digits, beside one another, and write a page that shows what they compute."""
+    """Train small networks on digits, and see on a page what they learned."""
     from dmst.demo import run_demo
 
     run_demo(out, seeds=seeds, epochs=epochs, workers=workers)
 
 
-@app.command()
 def doctor(as_json: bool = typer.Option(False, "--json", help="The same as JSON.")) -> None:
-    """Say what is installed, which kernel each operator uses and why, and test every kernel. Exit status 0: all is well."""
+    """Check this machine: what is installed, and whether it computes right.
+
+    Says which kernel each operator uses and why, and tests every kernel. Exit status 0: all is well.
+    """
     from dmst import doctor as office
 
     report = office.diagnose()
@@ -131,16 +151,19 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="The same as JSON.
     raise typer.Exit(0 if report.well else 1)
 
 
-app.command()(train.train)
-app.command()(train.evaluate)
-app.command()(classify.classify)
-app.command()(explore.explore)
-app.command()(train.recipes)
-app.command()(reproduce.reproduce)
-app.command()(report.report)
-app.add_typer(analyze.app, name="analyze")
-app.add_typer(bench.app, name="bench")
-app.add_typer(data.app, name="data")
+PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # of `dmst --help`, in this order
+    "Use": (classify.classify, explore.explore, models, demo),
+    "Train": (train.train, train.evaluate, train.recipes, data.app),
+    "Look inside": (report.report, analyze.app),
+    "Research": (operators, reproduce.reproduce, bench.app),
+    "Machine": (doctor,),
+}
+for panel, verbs in PANELS.items():
+    for verb in verbs:
+        if isinstance(verb, typer.Typer):
+            app.add_typer(verb, rich_help_panel=panel)
+        else:
+            app.command(rich_help_panel=panel)(verb)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-app = typer.Typer(name="bench", help="Time and memory, ours beside the others.", no_args_is_help=True)
+app = typer.Typer(name="bench", help="Measure time and memory, ours beside the others.", no_args_is_help=True)
 
 
 @app.command("operators")

@@ -23,7 +23,7 @@ def classify(
     as_json: bool = typer.Option(False, "--json", help="One JSON object a line."),
     device: str = typer.Option("cpu", help="cpu, cuda or cuda:N."),
 ) -> None:
-    """Say what is in photos: the likeliest classes and their probabilities. Works offline.
+    """Say what is in photos: the likeliest classes. Works offline.
 
     dmst classify photo.jpg
 

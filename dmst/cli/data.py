@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dmst.data.formats import Format
     from dmst.data.official import Tick
 
-app = typer.Typer(name="data", help="Datasets: which there are, which are here, and how to get them.", no_args_is_help=True)
+app = typer.Typer(name="data", help="List datasets, get them, and check them.", no_args_is_help=True)
 HELP = "The folder that holds the datasets."
 SHOWN = 12  # classes, of more than twice as many
 NO_FOLDER = "No data folder: set DMST_DATA, or pass --data-dir, to the folder that holds the datasets."

@@ -18,7 +18,9 @@ def report(
     limit: int = typer.Option(1000, min=1, help="At most so many images, chosen by hash."),
     device: str = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given."),
 ) -> None:
-    """Write one page about a network: accuracy, confusion, calibration, rates, certificates, gates, answers with maps.
+    """Write one page about a network: how good it is, and what its layers do.
+
+    Accuracy, confusion, calibration, rates, certificates, gates, and answers with maps.
 
     dmst report
 

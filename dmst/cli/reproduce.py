@@ -27,7 +27,9 @@ def reproduce(
     at_once: int = typer.Option(5, min=1, help="Runs that share the device."),
     commit: str = typer.Option(None, help="What to call the source; else DMST_COMMIT, else what git says."),
 ) -> None:
-    """Run what a table of experiments lacks, and write it as markdown: each number with its runs, spread and interval.
+    """Run the experiments of a table again, and write the table.
+
+    Only what the table lacks is run. It is written as markdown: each number with its runs, spread and interval.
 
     dmst reproduce --list
 

@@ -75,8 +75,7 @@ class ModelConfig:
         number("token_std", self.token_std, 0, 1e6)
         if self.layer_scale is not None:
             number("layer_scale", self.layer_scale, -1e6, 1e6)
-        if not isinstance(self.operator, str) or self.operator not in OPERATORS:
-            raise unknown_name("operator", self.operator, OPERATORS)
+        OPERATORS.find(self.operator)
         self._set("img_size", sides("img_size", self.img_size, self.patch_size))
         self._set("operator_options", _options(self.operator_options))
         if not isinstance(self.name, str):
@@ -133,12 +132,11 @@ class ModelConfig:
         """
         names = [f.name for f in fields(self)]
         operator = self.operator if overrides.get("operator") is None else overrides["operator"]
-        if not isinstance(operator, str) or operator not in OPERATORS:
-            raise unknown_name("operator", operator, OPERATORS)
+        operator_class = OPERATORS.find(operator)
         options = _options(overrides.pop("operator_options", self.operator_options if operator == self.operator else {}))
         known = [
             p.name
-            for p in inspect.signature(OPERATORS[operator].__init__).parameters.values()
+            for p in inspect.signature(operator_class.__init__).parameters.values()
             if p.kind is p.KEYWORD_ONLY and p.name not in OURS
         ]
         for name in [name for name in overrides if name not in names]:

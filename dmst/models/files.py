@@ -33,6 +33,7 @@ from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
 from dmst.operators import OPERATORS
 from dmst.operators.orthonormal import OrthonormalLinear, is_orthonormal, orthonormal_rows
+from dmst.operators.table import REMEDY
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 LARGEST_CONFIG = 2**24  # timm's can hold the names of 21,841 classes
@@ -209,7 +210,7 @@ def _verified_config(folder: Path, told: dict[str, Any], raw: bytes) -> ModelCon
     if isinstance(written.get("operator"), str) and written["operator"] not in OPERATORS:
         raise BadFileError(
             f"{folder / CONFIG}: the model was saved with operator {written['operator']!r}, which is not in dmst.OPERATORS. "
-            "Import the module that puts it there first."
+            f"{REMEDY}"
         )
     return ModelConfig(**written)
 

@@ -1,11 +1,13 @@
-"""The contract of an operator: an `nn.Module` on tokens (b, n, d) with three methods, no norm and no residual.
+"""The contract of an operator: an `nn.Module` on tokens (b, n, d) with these methods, no norm and no residual.
 
     __init__(dim, num_heads, *, bias, proj_drop, device, dtype, ...)     what networks pass, then its own options by keyword
     forward(z, *, grid=None)          the update (b, n, d)
     decompose(z, *, grid=None)        Parts: what it computed on the way, every head, also the silent ones
     rate(z, *, eps, grid=None)        the objective it was derived from, (b,) in nats; None where there is none
+    subspaces()                       the bases U_k (k, d, p) that the tokens are projected on; None where there are none
 
 `grid` = (rows, columns) of the tokens; only 2d positions need it. `Spatial` takes any operator to (b, c, h, w) maps.
+`dmst.testing.check_operator` tests whether an operator keeps this contract.
 """
 
 from __future__ import annotations

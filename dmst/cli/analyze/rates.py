@@ -87,6 +87,10 @@ def rates(
         console.print(f"{convention}.", highlight=False, soft_wrap=True)
         if others:
             console.print(f"{COMPARED} With --page FILE.html: curves, before and after.", highlight=False, soft_wrap=True)
+        for where, mine in found.items():
+            if mine["input"].missing:
+                told = f"{where}: {mine['input'].missing}" if others else mine["input"].missing
+                console.print(told, highlight=False, markup=False, soft_wrap=True)
     if page:
         from dmst.analysis.rate_page import write_page
 

@@ -1,0 +1,206 @@
+"""Operators from outside the package, as their authors use them: the tutorial's, by `--import` and as an installed package."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dmst
+from dmst import cli, doctor
+from dmst.engine.recipe import read_recipe
+from dmst.errors import OptionError
+from dmst.operators import MHSA, OPERATORS
+from tests import forked
+from tests.test_docs import ROOT, blocks
+
+(OWN,) = (code for code in blocks(ROOT / "docs/tutorial.md", "python") if "class MeanPull" in code)
+BARE = OWN.replace("def subspaces(", "def bases(").replace("self.subspaces()", "self.bases()")
+
+
+def command(*arguments: str, folder: Path) -> forked.Done:
+    return forked.python("-m", "dmst", *arguments, root=folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mean_pull.py").write_text(OWN)
+    return tmp_path
+
+
+# --- dmst --import ---------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_the_tutorial_run(folder: Path) -> None:
+    """Listed, trained and certified; without --import the same run says what is missing."""
+    lines = [line.removeprefix("$ ") for block in blocks(ROOT / "docs/tutorial.md", "console") for line in block.splitlines()]
+    listed, trained, certified = (line.split() for line in lines if line.startswith("dmst --import mean_pull.py"))
+    run = command(*listed[1:], folder=folder)
+    assert run.returncode == 0, run.stderr
+    assert "mean_pull" in run.stdout and "pull=0.5" in run.stdout
+    quick = ["--set", "data.limit=64", "--set", "schedule.epochs=2", "--no-report"]
+    run = command(*trained[1:], *quick, folder=folder)
+    assert run.returncode == 0, run.stderr
+    run = command(*certified[1:], "--limit", "20", folder=folder)
+    assert run.returncode == 0, run.stderr
+    assert "Layer 3 lowers the rate" in run.stdout
+    run = command("evaluate", "runs/pull", "--data", "digits", folder=folder)
+    assert run.returncode == 1
+    assert run.stderr.startswith("runs/pull/final/config.json: the model was saved with operator 'mean_pull'")
+    assert "`dmst --import MODULE ...`" in run.stderr and len(run.stderr.splitlines()) == 1
+    with pytest.raises(OptionError, match=r"unknown operator 'mean_pull'.*`dmst --import MODULE \.\.\.`"):
+        read_recipe(str(folder / "runs/pull/recipe.toml"))
+
+
+def test_an_operator_without_subspaces_is_told_so(folder: Path) -> None:
+    (folder / "bare.py").write_text(
+        f"{BARE}\nimport dmst\ndmst.save_model(dmst.create_model('dmst_digits', operator='mean_pull'), 'net')\n"
+    )
+    run = command("--import", "bare.py", "analyze", "certify", "net", "--limit", "4", folder=folder)
+    assert run.returncode == 0, run.stderr
+    assert "no rate to certify, MeanPull has no subspaces(), the method that gives the bases U_k (k, d, p)" in run.stdout
+    (folder / "bare.py").write_text(BARE)
+    run = command("--import", "bare", "analyze", "rates", "net", "--limit", "4", folder=folder)
+    assert run.returncode == 0, run.stderr
+    assert "MeanPull has no subspaces()" in run.stdout and "so there is no `complete`." in run.stdout
+
+
+MODULES = {
+    "raises.py": (
+        "1 / 0",
+        "--import {}: the module could not be imported (ZeroDivisionError: division by zero (raises.py, line 1))",
+    ),
+    "spelled_wrong.py": ("def f(:", "(SyntaxError: "),
+    "lacks.py": ("import a_library_that_is_not_there", "No module named 'a_library_that_is_not_there' (lacks.py, line 1)"),
+    "leaves.py": ("raise SystemExit(0)", "SystemExit: 0"),
+    "json.py": ("", "there is another module of the name json. Rename the file."),
+    "takes.py": (
+        "from dmst.operators import *\nOPERATORS['dmsa'] = MHSA",
+        "('dmsa' is an operator of dmst itself: give yours another name)",
+    ),
+    "no_class.py": ("import dmst\ndmst.OPERATORS['x'] = 5", "(something of type int is no operator"),
+}
+
+
+@pytest.mark.parametrize("name", [*MODULES, "missing.py", "missing", "json.missing"])
+def test_a_module_that_cannot_be_imported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # to be put back as it was
+    told = (
+        "there is no such file" if name == "missing.py" else f"there is no module {name}, neither in this folder nor installed"
+    )
+    if name in MODULES:
+        code, told = MODULES[name]
+        (tmp_path / name).write_text(code)
+    error = CliRunner().invoke(cli.app, ["--import", name, "operators"]).exception
+    assert isinstance(error, OptionError) and error.exit_code == 1
+    assert str(error).startswith(f"--import {name}: ") and told.format(name) in str(error)
+    assert "\n" not in str(error)
+
+
+# --- installed packages ----------------------------------------------------------------------------------------------
+
+ENTRIES = """[dmst.operators]
+mean_pull = my_ops:MeanPull
+broken = my_ops.broken:Broken
+number = my_ops:NUMBER
+dmsa = my_ops:MeanPull
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder of installed packages, one of which brings operators: one that works, and others."""
+    site = tmp_path / "site"
+    package, info = site / "my_ops", site / "my_ops-1.0.dist-info"
+    package.mkdir(parents=True)
+    info.mkdir()
+    (package / "__init__.py").write_text(OWN.replace('OPERATORS["mean_pull"] = MeanPull', "NUMBER = 5"))
+    (package / "broken.py").write_text("raise RuntimeError('no licence\\nfor this')")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-ops\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRIES)
+    return site
+
+
+def test_operators_of_an_installed_package(installed: Path) -> None:
+    """Known to Python and to every verb; what is broken or takes a name of ours is told, and harms nobody."""
+    code = """
+import json, sys
+import torch
+import dmst
+from dmst import doctor
+from dmst.cli import app
+
+dmst.create_model("dmst_digits")
+assert not [name for name in sys.modules if name.startswith("my_ops")]  # only what is asked for is imported
+assert "mean_pull" in dmst.OPERATORS and list(dmst.OPERATORS)[-3:] == ["mean_pull", "broken", "number"]
+model = dmst.create_model("dmst_digits", operator="mean_pull", pull=0.25)
+assert type(model.blocks[0].operator) is dmst.OPERATORS["mean_pull"] and model.blocks[0].operator.pull == 0.25
+assert "my_ops.broken" not in sys.modules
+for name in ("broken", "number"):
+    try:
+        dmst.create_model("dmst_digits", operator=name)
+    except dmst.errors.OptionError as error:
+        print(error)
+facts = doctor.Facts({}, (doctor.Device("cpu", "one"),), operators=tuple(dmst.OPERATORS.look()[1]))
+print(json.dumps([(finding.level, finding.what) for finding in doctor.examine(facts, [])]))
+print(json.dumps([row.operator for row in doctor.operator_table(torch.device("cpu"))]))
+app(["operators"], standalone_mode=False)
+"""
+    path = os.pathsep.join([str(installed), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert run.returncode == 0, run.stderr
+    broken, number, problems, rows, *table = run.stdout.splitlines()
+    assert broken == (
+        "operator 'broken' of my-ops 1.0 cannot be used (RuntimeError: no licence (broken.py, line 1)). "
+        "Mend or uninstall my-ops 1.0."
+    )
+    assert number.startswith("operator 'number' of my-ops 1.0 cannot be used (something of type int is no operator")
+    refused = "operator 'dmsa' of my-ops 1.0 is not used: dmst has one of that name. Rename it, or uninstall my-ops 1.0."
+    assert json.loads(problems) == [["note", told] for told in (refused, broken, number)]
+    assert json.loads(rows) == [*OPERATORS, "mean_pull"]
+    assert run.stderr.splitlines() == [refused, broken, number]
+    assert any(" mean_pull " in line for line in table) and not any(" broken " in line for line in table)
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_is_a_mapping_that_keeps_its_own_names() -> None:
+    assert "mhsa" in OPERATORS and "nothing" not in OPERATORS and OPERATORS.get("nothing") is None
+    assert len(OPERATORS) == len(list(OPERATORS)) == len(OPERATORS.items())
+    with pytest.raises(KeyError):
+        OPERATORS["nothing"]
+    for change in (lambda: OPERATORS.update(dmsa=MHSA), lambda: OPERATORS.update(mine=str)):
+        with pytest.raises(OptionError, match=r"of dmst itself|str is no operator"):
+            change()
+    OPERATORS["mine"] = MHSA
+    assert type(dmst.create_model("dmst_digits", operator="mine").blocks[0].operator) is MHSA
+    assert OPERATORS.pop("mine") is MHSA and "mine" not in OPERATORS
+
+
+class ForSevenHeads(MHSA):
+    def __init__(self, dim: int, num_heads: int, **options: Any) -> None:
+        if num_heads != 7:
+            raise ValueError(f"{num_heads} heads are not 7")
+        super().__init__(dim, num_heads, **options)
+
+
+def test_the_doctor_tells_of_an_operator_that_it_cannot_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPERATORS, "seven", ForSevenHeads)
+    row = doctor.operator_table(torch.device("cpu"))[-1]
+    assert row[:4] == ("seven", "-", "-", "cannot be built: 8 heads are not 7")
