@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -213,3 +215,17 @@ def test_what_is_installed_is_what_is_pinned() -> None:
         package = installed(name)
         found = package.version.split("+")[0] if package else pinned[name]
         assert found == pinned[name], f"{name} {found} is installed and {pinned[name]} is pinned"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "requirements"):
+        (tmp_path / name).symlink_to(ROOT.parent / name)
+    old = tmp_path / "old"
+    pretends = "import sys; sys.version_info, sys.version = (3, 9, 2), sys.version.replace(sys.version.split()[0], '3.9.2')"
+    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{pretends}; exec(sys.argv[2])" "$@"\n')
+    old.chmod(0o755)
+    told = subprocess.run(["make", "-C", tmp_path, "demo", f"PYTHON={old}"], capture_output=True, text=True, timeout=60)
+    assert told.returncode and not (tmp_path / ".venv").exists()
+    said = f"dmst needs Python 3.11 or newer, and {old} is 3.9.2. Name another one: PYTHON=python3.12 make demo"
+    assert said in told.stderr.splitlines()
