@@ -5,6 +5,7 @@ timm itself is not needed here: test_timm.py has what it makes of them.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -152,3 +153,15 @@ def test_channels_device_and_dtype(name: str) -> None:
     assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
     model = create(name, device="meta")
     assert {x.device.type for x in model.state_dict().values()} == {"meta"}
+
+
+@every_model
+def test_groups_by_depth(name: str) -> None:
+    """One pattern for every parameter; those without come last."""
+    model = create(name)
+    for coarse, last in ((True, {"head", "norm", *(["class_blocks"] if len(model.class_blocks) else [])}), (False, {"head"})):
+        rows = model.group_matcher(coarse).values()
+        patterns = [pattern for row in rows for pattern, _ in (row if isinstance(row, list) else [(row, None)])]
+        met = {key: [p for p in patterns if re.match(p, key)] for key, _ in model.named_parameters()}
+        assert max(map(len, met.values())) == 1
+        assert {key.split(".")[0] for key, found in met.items() if not found} == last
