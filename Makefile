@@ -1,5 +1,5 @@
-# Each target sets up what it needs in .venv and re-uses it. Versions come from requirements/constraints.txt alone:
-# an unconstrained torch or torchvision would pull gigabytes of CUDA onto a CPU machine.
+# Each target sets up what it needs in .venv and re-uses it. Versions come from requirements/constraints.txt alone.
+# On Linux PyPI's torch is the CUDA build. For the CPU build: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 PYTHON ?= python3
 export PIP_CONSTRAINT := $(CURDIR)/requirements/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -21,7 +21,9 @@ help:
 
 # a stamp a set of extras: what is installed is not asked for again
 .venv/.%: pyproject.toml requirements/constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -x $(BIN)/pip || $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+		"dmst needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ". Name another one: PYTHON=python3.12 make $(MAKECMDGOALS)")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[$*]'
 	@touch $@
 

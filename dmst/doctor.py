@@ -36,6 +36,7 @@ from rich.table import Table
 from torch import Tensor
 
 import dmst
+from dmst.errors import PAIR_REMEDY, asked_by, build_of, misfit
 from dmst.kernels import Form, Weights, choice, closed_form, reference, silent
 from dmst.kernels.attempt import anew
 from dmst.operators import OPERATORS, Operator, create
@@ -63,8 +64,10 @@ class Facts(NamedTuple):
     gpu: bool = False  # an NVIDIA GPU, seen without torch
     hidden: bool = False  # from torch, on purpose
     triton: str = ""  # what is wrong with it
+    triton_asked: str = ""  # the version that torch asks for, if it asks for one
     broken: Mapping[str, str] = {}  # package -> why it does not import
     operators: tuple[str, ...] = ()  # what is wrong with those that other packages bring
+    misfit: str = ""  # torch and torchvision, where they are of two builds
 
     @property
     def best(self) -> Device:
@@ -79,6 +82,7 @@ def gather() -> Facts:
         devices, complaint = _cuda_devices()
         broken = {name: message for name, message in zip(tried, messages, strict=True) if message}
     versions = {p: next((d.version for d in metadata.distributions(name=p)), None) for p in ("triton", *NEEDED, *OPTIONAL)}
+    versions["torchvision"] = build_of("torchvision") or versions["torchvision"]
     return Facts(
         {"dmst": dmst.__version__, "Python": platform.python_version(), "torch": torch.__version__, **versions},
         (Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads"), *devices),
@@ -87,8 +91,10 @@ def gather() -> Facts:
         gpu=_gpu_seen(),
         hidden=os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"),
         triton=tidy(choice.triton_problem()),
+        triton_asked=asked_by("torch", "triton"),
         broken=broken,
         operators=tuple(OPERATORS.look()[1]),
+        misfit=misfit() if "torchvision" in broken else "",
     )
 
 
@@ -347,10 +353,12 @@ RULES: tuple[tuple[Callable[[Facts], object], Finding], ...] = (  # when it hold
     (lambda f: (0, 0) < f.best.capability < choice.OLDEST_DEVICE, Finding(
         "note", "{f.best.name} ({f.best.what}) is too old for the fused kernels, which need {oldest}",
         "nothing to mend: the plain kernels are used")),
+    (lambda f: f.triton_asked and f.versions["triton"] not in (None, f.triton_asked), Finding(
+        "note", "torch {f.versions[torch]} asks for triton {f.triton_asked}, and triton {f.versions[triton]} is here",
+        "pip install triton=={f.triton_asked}")),
 )  # fmt: skip
 REMEDIES = {
-    "torchvision": "install the torchvision made for this torch, from the index that torch came from; "
-    "dmst itself does not need it, only dmst[timm] does",
+    "torchvision": f"{PAIR_REMEDY}; dmst itself does not need torchvision, only dmst[timm] does",
     "timm": "pip install --force-reinstall 'dmst[timm]'; dmst itself does not need it",
     "fused": 'call dmst.use_kernels("reference") first, and report this with the output of dmst doctor --json',
     "plain": "torch computes wrongly here: pip install --force-reinstall torch, or report this with dmst doctor --json",
@@ -365,7 +373,8 @@ def examine(facts: Facts, checks: Iterable[Check]) -> list[Finding]:
     for name, message in facts.broken.items():
         if not (name == "timm" and "torchvision" in facts.broken):  # which it imports: one cause, one finding
             remedy = REMEDIES.get(name, f"pip install --force-reinstall {name}")
-            found.append(Finding("problem" if name in NEEDED else "note", f"{name} does not import: {message}", remedy))
+            what = (name == "torchvision" and facts.misfit) or f"{name} does not import: {message}"
+            found.append(Finding("problem" if name in NEEDED else "note", what, remedy))
     found += [Finding("note", what, "none is needed by who does not use it") for what in facts.operators]
     for test in checks:
         if test.failures:
@@ -427,7 +436,10 @@ def show(report: Report) -> None:
         console.print(f"[bold]{title}[/]", grid, "", sep="\n")
 
     versions = {name: version or "absent" for name, version in facts.versions.items()}
-    versions |= {name: f"{versions[name]}, does not import" for name in facts.broken}
+    notes = dict.fromkeys(facts.broken, "does not import") | {"triton": f"torch asks for {facts.triton_asked or 'none'}"}
+    if facts.versions.get("torchvision"):
+        notes["torchvision"] = "does not fit torch" if facts.misfit else notes.get("torchvision", "fits torch")
+    versions |= {name: f"{versions[name]}, {note}" for name, note in notes.items() if name in versions}
     versions["torch"] += f", CUDA {facts.cuda_build}" if facts.cuda_build else ", without CUDA"
     table("Versions", ("", ""), versions.items())
     table("Devices", ("", ""), (device[:2] for device in facts.devices))

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
 from importlib import metadata
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
@@ -195,15 +197,41 @@ def need(module: str, extra: str) -> ModuleType:
             f"{module} could not be imported ({error}). Install it with: pip install 'dmst[{extra}]'"
         ) from error
     except Exception as error:
+        pair = misfit() if "torchvision" in f"{module} {error}" else ""
+        cause = f"{pair}: {PAIR_REMEDY}." if pair else f"Mend it with: pip install --force-reinstall 'dmst[{extra}]'"
         raise MissingExtraError(
-            f"{module} is installed and does not import ({type(error).__name__}: {error}). Mostly it was built for another "
-            f"torch than the one that is here ({_version_of('torch')}; torchvision {_version_of('torchvision')}): both must "
-            "be of one release and one build, CPU or CUDA, so install both from the same index."
+            f"{module} is installed and does not import ({type(error).__name__}: {error}). {cause}"
         ) from error
 
 
-def _version_of(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+# --- which torch goes with which torchvision -------------------------------------------------------------------------
+
+PAIR_REMEDY = "install both from the same index, CPU or CUDA; https://pytorch.org/get-started/locally/ gives the line for pip"
+
+
+def misfit() -> str:
+    """torch and torchvision by version and build, where they are of two releases or two builds; nothing where they fit."""
+    torch, vision, asked = build_of("torch"), build_of("torchvision"), asked_by("torchvision", "torch")
+    release, _, build = torch.partition("+")
+    if not vision or (build[:4] == vision.partition("+")[2][:4] and asked in ("", release)):  # cpu, cu13, rocm
+        return ""
+    return f"torchvision {_named(vision)} does not fit torch {_named(torch)}"
+
+
+def build_of(package: str) -> str:
+    """Its version with its build, such as 2.13.0+cpu; "" if absent. By its version.py: the metadata on PyPI omit the build."""
+    spec = importlib.util.find_spec(package)
+    file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    found = re.search(r"__version__ = ['\"]([^'\"]+)", file.read_text()) if file and file.is_file() else None
+    return found[1] if found else ""
+
+
+def asked_by(package: str, other: str) -> str:
+    """The one version of `other` that a package asks for; "" where it names none."""
+    lines = next((found.requires or [] for found in metadata.distributions(name=package)), [])
+    return next((found[1] for line in lines if (found := re.match(rf"{other} ?\(?==([\w.]+)", line))), "")
+
+
+def _named(version: str) -> str:
+    build = version.partition("+")[2]
+    return version + (" (CPU build)" if build == "cpu" else " (CUDA build)" if build.startswith("cu") else "")

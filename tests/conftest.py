@@ -41,7 +41,8 @@ UNTRACED = (
     "test_zoo.py::test_every_listed_model", "test_zoo.py::test_a_config", "test_recipes.py::test_round_trip",
     "test_model_files.py::test_any_header", "test_gate_positions.py::test_gradients",
     "test_reproduce.py::test_a_compiled", "test_reproduce.py::test_a_cell_is_compiled", "test_orthonormal.py::test_a_matrix",
-    "test_timm.py::test_files", "test_timm.py::test_forward", "test_timm.py::test_default", "test_precision.py::",
+    "test_timm.py::test_files", "test_timm_contract.py::test_forward", "test_timm_contract.py::test_default",
+    "test_precision.py::",
     "test_counts.py::test_operators_on_one_skeleton", "test_activation.py::test_a_compiled",
     "test_activation.py::test_compiled",
     "test_activation.py::test_exported", "test_pending.py::test_compiled",
@@ -65,6 +66,7 @@ LONGEST = (
     "test_traced", "test_models", "test_explorer_page", "test_fused_compile", "test_tape", "test_fused", "test_fused_step",
     "test_docs", "test_explorer_server", "test_fused_registration", "test_gpu_runner", "test_pending", "test_quick",
     "test_activation", "test_train_kills", "test_checkpoint_kills", "test_distributed", "test_train", "test_timm",
+    "test_timm_contract",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-READ = ("3.8",)  # the versions of Triton whose interpreter was read; any other one is left as it is, and takes its time
+READ = ("3.7", "3.8")  # the versions of Triton whose interpreter was read; any other one is left as it is, and takes its time
 
 
 def quicken(patch: pytest.MonkeyPatch) -> None:

@@ -92,8 +92,8 @@ PACKAGES = {"captum": "captum", "pytorch_grad_cam": "grad-cam"}
 
 
 def library(name: str) -> ModuleType:
-    """The real one, also beside a torchvision that is built for another torch."""
-    if name == "pytorch_grad_cam" and importlib.util.find_spec(name):
+    """The real one."""
+    if name == "pytorch_grad_cam" and importlib.util.find_spec(name):  # it imports torchvision, which may not fit torch
         importlib.import_module("tests.timm_here")
     return pytest.importorskip(name, reason=f"{name} is not installed: pip install {PACKAGES[name]}", exc_type=ImportError)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,21 @@ def off(a: Tensor, b: Tensor) -> Tensor:
     return (a.int() - b.int()).abs()
 
 
+def auto_augment() -> Any:
+    """timm.data.auto_augment, by itself: the file needs Pillow alone, and the rest of timm a torchvision that fits torch."""
+    timm = importlib.util.find_spec("timm")
+    if timm is None or not timm.origin:
+        pytest.skip("timm is not installed: pip install 'dmst[timm]'")
+    spec = importlib.util.spec_from_file_location("auto_augment", Path(timm.origin).parent / "data/auto_augment.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
-def timm() -> Any:
-    return importlib.import_module("tests.timm_here").timm
+def theirs() -> Any:
+    return auto_augment()
 
 
 # --- the settings ----------------------------------------------------------------------------------------------------
@@ -78,16 +91,16 @@ def test_what_no_augmentation_can_take(field: str, value: Any) -> None:
         Augment(**{field: value})
 
 
-def test_the_words_of_timm(timm: Any) -> None:
+def test_the_words_of_timm(theirs: Any) -> None:
     assert read_policy("") is None
     for text in ("rand-m9-mstd0.5-inc1", "rand-m7-n3-p0.7", "rand-mstd101", "rand-m0-n1-inc0", "rand-m5-mstd101"):
-        mine, theirs = read_policy(text), timm.data.auto_augment.rand_augment_transform(text)
-        op = theirs.ops[7]
+        mine, policy = read_policy(text), theirs.rand_augment_transform(text)
+        op = policy.ops[7]
         spread = math.inf if mine.spread > 100 else mine.spread
-        assert mine.layers == theirs.num_layers and len(theirs.ops) == len(OPERATIONS)
+        assert mine.layers == policy.num_layers and len(policy.ops) == len(OPERATIONS)
         assert (mine.magnitude, mine.probability, spread) == (op.magnitude, op.prob, op.magnitude_std)
         assert mine.increasing == ("Increasing" in op.name)
-        names = [op.name.replace("Increasing", "").replace("Rel", "") for op in theirs.ops]
+        names = [op.name.replace("Increasing", "").replace("Rel", "") for op in policy.ops]
         assert names == list(OPERATIONS)
 
 
@@ -197,9 +210,8 @@ def test_resize_as_pillow_does(size: int, crop_pct: float, interpolation: str) -
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("increasing", [True, False], ids=["inc1", "inc0"])
-def test_operations_are_those_of_timm(name: str, increasing: bool, timm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_are_those_of_timm(name: str, increasing: bool, theirs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each at four magnitudes and both signs, on images with and without colour, against timm's functions of Pillow."""
-    theirs = timm.data.auto_augment
     known = {n.replace("Increasing", "").replace("Rel", ""): n for n in theirs.rand_augment_choices("", increasing)}[name]
     operation = transforms._posterize if name == "Posterize" else theirs.NAME_TO_OP[known]  # timm's knows no 0 bits
     moves = name in ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY")
@@ -234,11 +246,11 @@ def test_posterize_as_pillow_does_and_at_no_bits() -> None:
     assert transforms._posterize(image.convert("L"), 1).mode == "L"
 
 
-def test_cubic_moves_are_near_pillows(timm: Any) -> None:
+def test_cubic_moves_are_near_pillows(theirs: Any) -> None:
     x, turn = pictures(5), torch.full((5,), NUMBER["Rotate"])
     out = operate(x, turn, torch.full((5,), 4.0), torch.zeros(5, dtype=torch.bool), True, GREY, "bicubic")
     for i in (0, 2, 3):  # not of noise, where kernels of another parameter differ most
-        image = timm.data.auto_augment.rotate(to_pillow(x[i]), 12.0, resample=FILTERS["bicubic"], fillcolor=(128,) * 3)
+        image = theirs.rotate(to_pillow(x[i]), 12.0, resample=FILTERS["bicubic"], fillcolor=(128,) * 3)
         assert off(out[i], from_pillow(image)).float().mean() < (4 if i == 2 else 1)
 
 

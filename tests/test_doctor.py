@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from dmst import cli, doctor
+from dmst import cli, doctor, errors
 from dmst.doctor import Check, Device, Facts
 from dmst.kernels import choice, closed_form, reference, silent
 from dmst.operators import OPERATORS
@@ -55,6 +55,18 @@ MACHINES = [
         "dmst[timm]",
     ),
     (facts(broken={"torchvision": "nms", "timm": "nms"}), "note", "torchvision does not import", "index"),
+    (
+        facts(broken={"torchvision": "nms"}, misfit="0.28.0+cu130 does not fit"),
+        "note",
+        "0.28.0+cu130 does not fit",
+        "same index",
+    ),
+    (
+        facts(triton_asked="3.7.1")._replace(versions={"torch": "2.13.0+cu130", "triton": "3.8.0"}),
+        "note",
+        "torch 2.13.0+cu130 asks for triton 3.7.1, and triton 3.8.0 is here",
+        "pip install triton==3.7.1",
+    ),
     (facts(broken={"timm": "ImportError: x"}), "note", "timm does not import: ImportError: x", "'dmst[timm]'"),
     (facts(broken={"pillow": "ImportError: x"}), "problem", "pillow does not import", "--force-reinstall pillow"),
 ]
@@ -302,6 +314,7 @@ def test_all_is_well_here(monkeypatch: pytest.MonkeyPatch) -> None:
     code, text = run()
     assert code == 0, text
     assert text.rstrip().endswith("All is well.")
+    assert errors.misfit() in text  # the pair that is here, if it does not fit
     for name in (
         "dmst",
         "Python",
@@ -314,6 +327,30 @@ def test_all_is_well_here(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert name in text
     assert not [folder for folder in (sys.prefix, str(Path.home()), str(Path(cli.__file__).parent)) if folder in text]
+
+
+# what is installed, what is wrong with it, what the table of versions says
+SHOWN = [
+    ({"torchvision": "0.28.0+cpu", "triton": "3.8.0"}, {}, ["0.28.0+cpu, fits torch", "3.8.0, torch asks for none"]),
+    ({"torchvision": "0.28.0", "triton": None}, {"broken": {"torchvision": "x"}}, ["0.28.0, does not import", "absent, torch"]),
+    ({"torchvision": "0.28.0+cu130"}, {"broken": {"torchvision": "x"}, "misfit": "x"}, ["0.28.0+cu130, does not fit torch"]),
+    (
+        {"torchvision": None, "triton": "3.7.1"},
+        {"triton_asked": "3.7.1"},
+        ["torchvision  absent ", "3.7.1, torch asks for 3.7.1"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("versions", "rest", "shown"), SHOWN)
+def test_the_versions_say_what_fits(
+    versions: dict, rest: dict, shown: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    machine = facts(**rest)._replace(versions={"torch": "2.13.0+cpu", **versions})
+    doctor.show(doctor.Report(machine, doctor.operator_table(HERE), [], []))
+    text = capsys.readouterr().out
+    assert all(each in text for each in shown), text
 
 
 def test_the_exit_status_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +53,66 @@ def test_a_missing_or_broken_library_names_its_extra(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(errors.MissingExtraError, match=r"RuntimeError: operator torchvision::nms"):
         errors.need("broken_vision", "timm")
+
+
+# torch, torchvision, the torch that torchvision asks for; what is said of them
+PAIRS = [
+    ("2.13.0+cpu", "0.28.0+cpu", "2.13.0", ""),
+    ("2.13.0+cu130", "0.28.0+cu130", "2.13.0", ""),
+    ("2.13.0", "0.28.0", "2.13.0", ""),
+    ("2.13.0+cpu", "", "", ""),
+    ("2.13.0+cpu", "0.28.0+cu130", "2.13.0", "0.28.0+cu130 (CUDA build) does not fit torch 2.13.0+cpu (CPU build)"),
+    ("2.13.0+cu126", "0.28.0+cu130", "2.13.0", "0.28.0+cu130 (CUDA build) does not fit torch 2.13.0+cu126 (CUDA build)"),
+    ("2.12.0+cpu", "0.28.0+cpu", "2.13.0", "0.28.0+cpu (CPU build) does not fit torch 2.12.0+cpu (CPU build)"),
+]
+
+
+@pytest.mark.parametrize(("torch", "vision", "asked", "said"), PAIRS)
+def test_which_torchvision_fits(torch: str, vision: str, asked: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "build_of", {"torch": torch, "torchvision": vision}.get)
+    monkeypatch.setattr(errors, "asked_by", lambda *_: asked)
+    assert errors.misfit() == (said and f"torchvision {said}")
+
+
+def test_a_pair_that_does_not_fit_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of this machine, if it does not fit; else a pair of the same kind, and an import that fails as theirs does."""
+    if not errors.misfit():
+
+        def fails(name: str) -> None:
+            raise RuntimeError("operator torchvision::nms does not exist")
+
+        monkeypatch.setattr(errors, "build_of", {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cu130"}.get)
+        monkeypatch.setattr(errors, "importlib", SimpleNamespace(import_module=fails))
+    monkeypatch.delitem(sys.modules, "dmst.integrations.timm", raising=False)
+    with pytest.raises(errors.MissingExtraError) as told:
+        importlib.import_module("dmst.integrations.timm")
+    assert f"{errors.misfit()}: install both from the same index" in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_without_timm_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "dmst.integrations.timm", raising=False)
+    for name in ("torchvision", "timm", "timm.layers", "timm.models"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(errors.MissingExtraError, match=r"pip install 'dmst\[timm\]'"):
+        importlib.import_module("dmst.integrations.timm")
+
+
+def test_builds_and_what_a_package_asks_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By its files; it is not imported."""
+    for folder in ("some_vision", "some_vision-1.2.dist-info"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "some_vision/__init__.py").write_text("raise RuntimeError")
+    (tmp_path / "some_vision/version.py").write_text("__version__ = '1.2+cu130'\ncuda = '13.0'\n")
+    asks = ["numpy", "torch-x==9", "torch (==2.13.0)", 'triton==3.7.1; platform_system == "Linux"', "pillow>=5.3"]
+    lines = ["Metadata-Version: 2.1", "Name: some-vision", "Version: 1.2", *(f"Requires-Dist: {line}" for line in asks)]
+    (tmp_path / "some_vision-1.2.dist-info/METADATA").write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert errors.build_of("some_vision") == "1.2+cu130"
+    assert errors.build_of("a_library_that_is_not_there") == errors.build_of("json") == ""
+    found = [errors.asked_by("some-vision", other) for other in ("torch", "triton", "numpy", "pillow")]
+    assert found == ["2.13.0", "3.7.1", "", ""]
+    assert errors.asked_by("a_library_that_is_not_there", "torch") == ""
 
 
 def test_a_path_that_is_no_name_is_told_in_full() -> None:

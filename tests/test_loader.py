@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import random
 import signal
@@ -23,6 +22,7 @@ from dmst.data.augment import Augment
 from dmst.data.loader import Batch, EvalStream, Place, TrainStream, View
 from dmst.data.sets import ArraySet, ImageSet
 from dmst.errors import BadImageError, DmstError, MissingExtraError, OptionError
+from tests.test_augment import auto_augment
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # from Python 3.12 on
 
@@ -118,6 +118,13 @@ def no_timm(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MissingExtraError(f"{module} is not here: dmst[{extra}]")
 
     monkeypatch.setattr(transforms, "need", need)
+
+
+@pytest.fixture
+def with_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its augmentation, also where the rest of it does not import."""
+    theirs = auto_augment()
+    monkeypatch.setattr(transforms, "need", lambda *_: theirs)
 
 
 # --- the same bits ---------------------------------------------------------------------------------------------------
@@ -408,8 +415,9 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - start < 60
 
 
-def test_no_global_generator_is_touched() -> None:
-    importlib.import_module("tests.timm_here")
+@pytest.mark.parametrize("who", ["no_timm", "with_timm"])
+def test_no_global_generator_is_touched(who: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(who)
     before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
     augment = Augment(resized_crop=0.5, flip=0.5, aa="rand-m10-mstd0.5-inc1-p1")
     batches = {workers: list(stream(Files(), augment, workers=workers).batches(0, 3)) for workers in (0, 2)}
@@ -420,19 +428,23 @@ def test_no_global_generator_is_touched() -> None:
     assert all((a.images != b.images).flatten(1).any(1).float().mean() > 0.9 for a, b in zip(plain, batches[0], strict=True))
 
 
-def test_timm_augments_where_it_is_there(no_timm: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it, the device does, and the stream says so; with it, nothing is left for the device."""
+@pytest.mark.usefixtures("no_timm")
+def test_without_timm_the_device_augments_and_the_stream_says_so() -> None:
     augment = Augment(aa="rand-m9-inc1-p1", color_jitter=0.4, reprob=0.25)
     without = stream(Files(), augment)
     assert len(without.notes) == 1 and "dmst[timm]" in without.notes[0] and without._batches.policy is not None
     plain = next(stream(Files(), Augment(reprob=0.25)).batches(0, 1))
     augmented = next(without.batches(0, 1))
     assert (plain.images != augmented.images).flatten(1).any(1).float().mean() > 0.9
-    monkeypatch.undo()
-    importlib.import_module("tests.timm_here")
+
+
+@pytest.mark.usefixtures("with_timm")
+def test_where_timm_is_nothing_is_left_for_the_device() -> None:
+    augment = Augment(aa="rand-m9-inc1-p1", color_jitter=0.4, reprob=0.25)
     with_timm = stream(Files(), augment)
     assert with_timm.notes == [] and with_timm._batches.policy is None and with_timm._batches.augment.color_jitter == 0
-    assert not torch.equal(next(with_timm.batches(0, 1)).images, augmented.images)
+    plain, augmented = (next(each.batches(0, 1)) for each in (stream(Files(), Augment(reprob=0.25)), with_timm))
+    assert (plain.images != augmented.images).flatten(1).any(1).float().mean() > 0.9
     assert (
         loader.TrainStream(Files(c=1), View(SIZE, 1, (0.5,), (0.5,)), augment, batch_size=4, seed=0)._batches.policy is not None
     )

@@ -6,14 +6,20 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 import dmst
 from tests.test_layers import imports
@@ -21,6 +27,7 @@ from tests.test_layers import imports
 ROOT = Path(dmst.__file__).parent
 PROJECT = ROOT.parent / "pyproject.toml"
 CONSTRAINTS = ROOT.parent / "requirements/constraints.txt"
+TORCH = ROOT.parent / "requirements/torch.toml"
 CORE = {"torch", "numpy", "pillow", "safetensors", "einops", "rich", "typer"}
 FLOORS = {
     "torch": "2.10",
@@ -133,28 +140,92 @@ def number(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version.split("+")[0])]
 
 
-def test_everything_is_pinned_and_what_is_installed_is_what_is_pinned() -> None:
-    """Every package that the development set pulls in, however far down."""
-    text = [line.split("#")[0].strip() for line in CONSTRAINTS.read_text().splitlines()]
-    pins = requirements([line for line in text if line])
-    assert all(pin.startswith("==") for pin in pins.values())
-    seen, todo = set[str](), ["dmst[dev]"]
+ENVIRONMENT = {"platform_system": "Linux", "sys_platform": "linux", "platform_machine": "x86_64", "os_name": "posix"}
+PYTHONS = ("3.11", "3.12", "3.13")
+CUDA = re.compile("(cuda|nvidia)-.*")  # torch itself says which versions; another CUDA has others
+
+
+def pins() -> dict[str, str]:
+    lines = [line.split("#")[0].strip() for line in CONSTRAINTS.read_text().splitlines()]
+    found = requirements([line for line in lines if line])
+    assert all(pin.startswith("==") for pin in found.values())
+    return {name: pin.removeprefix("==") for name, pin in found.items()}
+
+
+@functools.cache
+def installed(name: str) -> metadata.Distribution | None:
     places = [place for place in sys.path if "_vendor" not in place]  # setuptools brings some of its own
+    return next(iter(metadata.distributions(name=name, path=places)), None)
+
+
+def in_force(lines: Iterable[str], python: str, extras: Iterable[str] = ("",)) -> Iterator[Requirement]:
+    """The requirements that hold on Linux with this Python."""
+    here = ENVIRONMENT | {"python_version": python, "python_full_version": f"{python}.9"}
+    for asked in map(Requirement, lines):
+        if asked.marker is None or any(asked.marker.evaluate({**here, "extra": extra}) for extra in extras):
+            yield asked
+
+
+def wanted(build: str, python: str) -> Iterator[tuple[str, Requirement]]:
+    """(who asks, for what): all that the development set and the other extras come to, however far down.
+
+    torch asks for what its build asks for, by the record; all others for what is installed of them asks for.
+    """
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines if not line.startswith("dmst[")]
+    todo, seen = [("dmst", asked) for asked in in_force(project["dependencies"] + extras, python)], set[tuple[str, str]]()
     while todo:
-        name, _, extras = todo.pop().partition("[")
-        asked = set(extras.rstrip("]").split(",")) - {""}
-        key = f"{re.sub(r'[-_.]+', '-', name).lower()}{sorted(asked)}"
-        package = next(iter(metadata.distributions(name=name, path=places)), None)
-        if package is None:  # for another system or Python
-            continue
-        if key in seen:
+        who, asked = todo.pop()
+        yield who, asked
+        name, package = canonicalize_name(asked.name), installed(asked.name)
+        if package is None or (key := (name, str(sorted(asked.extras)))) in seen:  # it is for another Python, or in no test
             continue
         seen.add(key)
-        installed = package.version
-        if name != "dmst":
-            pin = pins.get(re.sub(r"[-_.]+", "-", name).lower(), "no pin")
-            assert installed.split("+")[0] == pin.removeprefix("=="), f"{name} {installed} is installed and {pin} is pinned"
-        for wanted in map(Requirement, package.requires or []):  # but not those for another Python or system
-            if wanted.marker is None or any(wanted.marker.evaluate({"extra": extra}) for extra in asked | {""}):
-                todo.append(f"{wanted.name}[{','.join(sorted(wanted.extras))}]")
-    assert len(seen) > 30
+        lines = tomllib.loads(TORCH.read_text())[build] if name == "torch" else package.requires or []
+        todo += [(name, each) for each in in_force(lines, python, {"", *asked.extras})]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("build", ["cpu", "cuda"])
+def test_the_pins_fit_each_other(build: str, python: str) -> None:
+    """As pip finds them on Linux: with the CPU build of torch, and with PyPI's, which is the CUDA build."""
+    pinned = pins()
+    asked = [(who, what) for who, what in wanted(build, python) if not CUDA.fullmatch(what.name)]
+    assert len({what.name for _, what in asked}) > 60
+    for who, what in asked:
+        pin = pinned.get(canonicalize_name(what.name), "no pin")
+        assert pin != "no pin" and what.specifier.contains(pin), f"{who} asks for {what}, and {pin} is pinned"
+    for name in {what.name for _, what in asked}:
+        package = installed(name)
+        pythons = SpecifierSet((package and package.metadata["Requires-Python"]) or "")
+        assert pythons.contains(f"{python}.9"), f"{name} is for Python {pythons}"
+
+
+def test_the_record_is_of_the_torch_that_is_pinned() -> None:
+    record, here = tomllib.loads(TORCH.read_text()), metadata.distribution("torch")
+    assert record["version"] == pins()["torch"]
+    if here.version.split("+")[0] == record["version"]:
+        plain = [line for line in here.requires or [] if "extra ==" not in line]
+        assert plain == record["cuda" if any(CUDA.match(line) for line in plain) else "cpu"]
+
+
+def test_what_is_installed_is_what_is_pinned() -> None:
+    pinned, python = pins(), ".".join(map(str, sys.version_info[:2]))
+    for name in {canonicalize_name(what.name) for _, what in wanted("cpu", python)}:
+        package = installed(name)
+        found = package.version.split("+")[0] if package else pinned[name]
+        assert found == pinned[name], f"{name} {found} is installed and {pinned[name]} is pinned"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "requirements"):
+        (tmp_path / name).symlink_to(ROOT.parent / name)
+    old = tmp_path / "old"
+    pretends = "import sys; sys.version_info, sys.version = (3, 9, 2), sys.version.replace(sys.version.split()[0], '3.9.2')"
+    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{pretends}; exec(sys.argv[2])" "$@"\n')
+    old.chmod(0o755)
+    told = subprocess.run(["make", "-C", tmp_path, "demo", f"PYTHON={old}"], capture_output=True, text=True, timeout=60)
+    assert told.returncode and not (tmp_path / ".venv").exists()
+    said = f"dmst needs Python 3.11 or newer, and {old} is 3.9.2. Name another one: PYTHON=python3.12 make demo"
+    assert said in told.stderr.splitlines()

@@ -1,6 +1,6 @@
-"""What timm asks of a model, of every model of the zoo, made small: each keeps its stem, positions, feed-forward and readout.
+"""The models of the zoo in timm: names beside its own, its wrappers and optimizers, its files and ours.
 
-Then what only this bridge has: names beside timm's own, its files and ours, and oracles: timm's ViT and parts of its XCiT.
+Then oracles: timm's ViT and parts of its XCiT. What timm asks of a model by itself is in test_timm_contract.py.
 """
 
 from __future__ import annotations
@@ -8,46 +8,28 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import dmst
-from dmst.errors import MissingExtraError, UnknownNameError
+from dmst.errors import UnknownNameError
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.config import ModelConfig
 from dmst.models.positions import FourierPosition
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
-from tests.cases import gradients
+from tests.test_timm_contract import SMALL, every_model, images, one_of_each, small
 from tests.timm_here import integration, timm
-
-SMALL = {"dim": 32, "depth": 3, "num_heads": 2}
-GRID = (3, 2)
-FAMILIES = ["dmst_tiny_patch16_224", "tost_small_patch8_224", "vit_tiny_patch16_224", "crate_tiny_patch8_224", "dmst_cifar"]
-
-every_model = pytest.mark.parametrize("name", MODELS, ids=timm_name)
-one_of_each = pytest.mark.parametrize("name", FAMILIES, ids=timm_name)
-
-
-def small(name: str, **options: Any) -> dict[str, Any]:
-    """Keywords that make a named model small."""
-    patch = model_config(name).patch_size
-    return SMALL | {"img_size": (GRID[0] * patch, GRID[1] * patch)} | options
 
 
 def create(name: str, **options: Any) -> Any:
     torch.manual_seed(1)
     return timm.create_model(timm_name(name), **small(name, **options))
-
-
-def images(model: VisionModel, batch: int = 2) -> Tensor:
-    return torch.randn(batch, model.config.in_chans, *model.config.img_size)  # type: ignore[misc]
 
 
 def same(a: nn.Module, b: nn.Module) -> None:
@@ -78,6 +60,15 @@ def test_a_name_alone_gives_the_model_of_the_zoo(name: str) -> None:
     assert timm.create_model(timm_name(name), device="meta").config == model_config(name)
 
 
+@every_model
+def test_a_small_one_is_that_of_the_zoo(name: str) -> None:
+    model = create(name, num_classes=7)
+    torch.manual_seed(1)
+    same(model, dmst.create_model(name, **small(name, num_classes=7)))
+    assert type(model) is VisionModel
+    assert model.pretrained_cfg["input_size"] == (model.config.in_chans, *model_config(name).img_size)  # type: ignore[misc]
+
+
 def test_tags() -> None:
     model = timm.create_model("dmst_digits.untrained")
     assert model.pretrained_cfg["tag"] == "untrained" and model.pretrained_cfg["architecture"] == "dmst_digits"
@@ -98,131 +89,7 @@ def test_a_second_import_is_silent_and_changes_nothing() -> None:
     assert timm.list_models("dmst_tiny_*", include_tags=True).count("dmst_tiny_patch16_224.untrained") == 1
 
 
-def test_without_timm_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "dmst.integrations.timm")
-    for name in ("timm", "timm.layers", "timm.models"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match=r"timm.* pip install 'dmst\[timm\]'"):
-        importlib.import_module("dmst.integrations.timm")
-
-
-def test_a_broken_torchvision_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "dmst.integrations.timm")
-    monkeypatch.delitem(sys.modules, "torchvision")
-    said = r"torchvision is installed and does not import \(RuntimeError: operator .*built for another torch"
-    with pytest.raises(MissingExtraError, match=said):
-        importlib.import_module("dmst.integrations.timm")
-
-
-# --- what timm's tests ask of every model ----------------------------------------------------------------------------
-
-
-@every_model
-def test_forward(name: str) -> None:
-    model = create(name, num_classes=7)
-    assert type(model) is VisionModel
-    x = images(model)
-    for training in (True, False):
-        logits = model.train(training)(x)
-        assert type(logits) is Tensor and logits.shape == (2, 7) and logits.isfinite().all()
-    model.set_grad_checkpointing()
-    assert model.grad_checkpointing
-    torch.testing.assert_close(model(x), logits, rtol=1e-4, atol=1e-5)
-
-
-@one_of_each
-def test_gradient_checkpointing_takes_every_block_twice_and_changes_no_gradient(name: str) -> None:
-    model = create(name).train()
-    x, grad, calls = images(model), torch.randn(2, model.num_classes), []
-    for block in [*model.blocks, *model.class_blocks]:
-        block.register_forward_pre_hook(lambda *_: calls.append(1))  # the second time stops where nothing more is needed
-    wanted = gradients(model, x, grad)
-    once = len(calls)
-    model.set_grad_checkpointing()
-    found = gradients(model, x, grad)
-    assert once == len(model.blocks) + len(model.class_blocks) and len(calls) == 3 * once
-    assert wanted.keys() == found.keys()
-    for key, gradient in wanted.items():
-        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5)
-
-
-@every_model
-def test_backward_reaches_every_parameter(name: str) -> None:
-    model = create(name, num_classes=42).train()
-    logits = model(images(model))
-    assert logits.shape[-1] == 42 and not logits.isnan().any()
-    logits.mean().backward()
-    reached = [x for x in model.parameters() if x.grad is not None and x.grad.isfinite().all()]
-    assert sum(x.grad.numel() for x in reached) == sum(x.numel() for x in model.parameters())
-
-
-@every_model
-def test_default_configuration(name: str) -> None:
-    model = create(name).eval()
-    cfg, x, dim = model.default_cfg, images(model), SMALL["dim"]
-    assert cfg is model.pretrained_cfg
-    assert model.num_classes == cfg["num_classes"] == model_config(name).num_classes
-    assert model.num_features == model.head_hidden_size == model.embed_dim == dim
-    assert cfg["input_size"] == (model.config.in_chans, *model_config(name).img_size)  # type: ignore[misc]
-    parameters = dict(model.named_parameters())
-    assert f"{cfg['classifier']}.weight" in parameters and f"{cfg['first_conv']}.weight" in parameters
-
-    tokens = model.forward_features(x)
-    assert tokens.shape == (2, GRID[0] * GRID[1] + model.num_prefix_tokens, dim)
-    features = model.forward_head(tokens, pre_logits=True)
-    assert features.shape == (2, dim)
-    torch.testing.assert_close(model.get_classifier()(features), model(x))
-
-    model.reset_classifier(0)
-    assert model.num_classes == 0 and torch.equal(model(x), features)
-    model.reset_classifier(0, "")
-    assert model.global_pool == "" and torch.equal(model(x), tokens)
-    model.reset_classifier(11, "avg")
-    assert model(x).shape == (2, 11) and model.get_classifier().out_features == 11
-    headless = create(name, num_classes=0).eval()
-    assert type(headless.get_classifier()) is nn.Identity and headless(x).shape == (2, dim)
-
-
-@every_model
-def test_intermediates(name: str) -> None:
-    model = create(name).eval()
-    x, depth, config = images(model), SMALL["depth"], model.config
-    assert len(model.feature_info) == depth >= 3
-    assert all(row["num_chs"] == SMALL["dim"] and row["reduction"] == config.patch_size for row in model.feature_info)
-    assert all(model.get_submodule(row["module"]) is model.blocks[i] for i, row in enumerate(model.feature_info))
-
-    final, maps = model.forward_intermediates(x)
-    assert torch.equal(final, model.forward_features(x)) and len(maps) == depth
-    for row, seen in zip(model.feature_info, maps, strict=True):
-        assert seen.shape == (2, row["num_chs"], *(side // row["reduction"] for side in x.shape[2:]))
-        assert seen.is_contiguous()
-    assert torch.equal(model.forward_intermediates(x, 1, intermediates_only=True)[0], maps[-1])
-    first, last = model.forward_intermediates(x, [0, -1], intermediates_only=True, output_fmt="NLC")
-    assert torch.equal(first, maps[0].flatten(2).mT) and torch.equal(last, maps[-1].flatten(2).mT)
-
-    with_prefix = model.forward_intermediates(x, [1], return_prefix_tokens=True, intermediates_only=True)
-    assert torch.equal(with_prefix[0][0], maps[1]) and with_prefix[0][1].shape == (2, config.prefix, SMALL["dim"])
-    normed = model.forward_intermediates(x, 1, norm=True, output_fmt="NLC", intermediates_only=True)[0]
-    torch.testing.assert_close(normed, model.norm(last))
-    if config.readout != "class_attention":  # nothing but the norm comes after the last block
-        assert torch.equal(normed, final[:, config.prefix :])
-
-
-@every_model
-def test_intermediates_stop_early_and_pruned(name: str) -> None:
-    model, calls = create(name).eval(), []
-    x = images(model)
-    wanted = model.forward_intermediates(x, [0, 1], intermediates_only=True)
-    for block in model.blocks:
-        block.register_forward_hook(lambda *_: calls.append(1))
-    found = model.forward_intermediates(x, [0, 1], stop_early=True, intermediates_only=True)
-    assert len(calls) == 2 and all(map(torch.equal, wanted, found))
-    assert model.prune_intermediate_layers([0, -2], prune_norm=True) == [0, 1]
-    assert len(model.blocks) == 2 and type(model.norm) is type(model.get_classifier()) is nn.Identity
-    assert len(model.class_blocks) == 0
-    assert all(map(torch.equal, wanted, model.forward_intermediates(x, [0, 1], intermediates_only=True)))
+# --- what timm makes of every model ----------------------------------------------------------------------------------
 
 
 @every_model
@@ -265,16 +132,6 @@ def test_groups_for_the_optimizer(name: str) -> None:
     parts = (model.stem, *model.blocks, *model.class_blocks, model.head)
     scales = [met[id(next(part.parameters()))]["lr_scale"] for part in parts]
     assert scales == [0.5**i for i in reversed(range(len(scales)))]
-
-
-@every_model
-def test_channels_device_and_dtype(name: str) -> None:
-    model = create(name, in_chans=5, dtype=torch.bfloat16).eval()
-    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
-    logits = model(torch.randn(1, 5, *model.config.img_size, dtype=torch.bfloat16))
-    assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
-    model = create(name, device="meta")
-    assert {x.device.type for x in model.state_dict().values()} == {"meta"}
 
 
 @every_model

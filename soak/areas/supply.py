@@ -7,6 +7,7 @@ into an environment made for it, and works there: every command, every family of
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -52,9 +53,13 @@ def cases(place: Path) -> Iterator[Case]:
     for test in (
         test_supply.test_the_core_needs_seven_packages,
         test_supply.test_floors,
-        test_supply.test_everything_is_pinned_and_what_is_installed_is_what_is_pinned,
+        test_supply.test_what_is_installed_is_what_is_pinned,
     ):
         yield Case("dependencies, floors, pins", test.__name__, lambda _, test=test: test())  # type: ignore[misc]
+    for build, python in itertools.product(("cpu", "cuda"), test_supply.PYTHONS):
+        name = f"pins for the {build} build of torch, Python {python}"
+        check = partial(test_supply.test_the_pins_fit_each_other, build, python)
+        yield Case("dependencies, floors, pins", name, lambda _, check=check: check())  # type: ignore[misc]
     building = Lazy(partial(build, place))
     for name, check in BUILDS.items():
         yield Case("wheel and sdist, built twice", name, lambda _, check=check: check(building()), 600)  # type: ignore[misc]

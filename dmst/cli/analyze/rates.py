@@ -119,7 +119,7 @@ def _side_by_side(found: Mapping[str, Mapping[str, LayerRates]], images: str) ->
     """Several networks: a column for each, of the rates that can be compared."""
     from dmst.analysis.rate_page import BESIDE
 
-    columns = [f"{where if i == 0 else str()}\n{word}" for where in found for i, word in enumerate(BESIDE.values())]
+    columns = [f"{where if i == 0 else ''}\n{word}" for where in found for i, word in enumerate(BESIDE.values())]
     grid = _table(f"{images}: the tokens that the operator reads", columns)
     for layer in range(max(len(each["input"].mean["coding"]) for each in found.values())):
         cells = (_cell(each["input"], name, layer) for each in found.values() for name in BESIDE)
