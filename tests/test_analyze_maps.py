@@ -97,7 +97,9 @@ def test_wrong_requests_are_refused() -> None:
 
 
 def test_the_command_draws_what_was_traced(tmp_path: Path) -> None:
-    run = CliRunner().invoke(app, ["analyze", "maps", "--out", str(tmp_path), "--limit", "3", "--json"])
+    run = CliRunner().invoke(
+        app, ["analyze", "maps", "--weights", "dmst_digits", "--out", str(tmp_path), "--limit", "3", "--json"]
+    )
     assert run.exit_code == 0, run.output
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     model, trace, images = traced()
@@ -118,11 +120,13 @@ def test_the_command_takes_photos_and_a_layer(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         Image.linear_gradient("L").save(tmp_path / name)
     out = tmp_path / "maps"
-    run = CliRunner().invoke(app, ["analyze", "maps", str(tmp_path), "--layer", "-1", "--out", str(out)])
+    run = CliRunner().invoke(
+        app, ["analyze", "maps", str(tmp_path), "--layer", "-1", "--out", str(out), "--weights", "dmst_digits"]
+    )
     assert run.exit_code == 0, run.output
     assert sorted(path.name for path in out.iterdir()) == ["000-a.png", "001-b.png"]
     assert np.asarray(Image.open(out / "000-a.png")).shape[0] == 160 + LINE  # one layer
     assert "2 photos: 2 pictures" in run.output
-    for wrong, word in (("last", "a whole number, or all"), ("4", "layers 0 to 3")):
+    for wrong, word in (("last", "a whole number, or all"), ("9", "layers 0 to 8")):
         run = CliRunner().invoke(app, ["analyze", "maps", "--layer", wrong, "--out", str(out)])
         assert run.exit_code and word in str(run.exception)
