@@ -102,8 +102,8 @@ def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> Vi
     if channels > config.in_chans:
         if recipe.model.init_from:
             raise OptionError(
-                f"the weights {recipe.model.init_from} are for grey images, and these have colours: start from weights for colour "
-                f"images, as --init-from {BEST_START}."
+                f"the weights {recipe.model.init_from} are for grey images, and these have colours: start from weights for "
+                f"colour images, as --init-from {BEST_START}."
             )
         config = config.change(in_chans=channels)
     torch.manual_seed(chance.small_seed("weights", recipe.run.seed))
