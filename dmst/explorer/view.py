@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dmst.analysis.certificates import Certificate, LayerCertificate
-from dmst.analysis.membership import attention_received, maps
+from dmst.analysis.membership import attention_received, ends, maps
 from dmst.analysis.rates import LayerRates, rates_of
 from dmst.models import Trace, VisionModel
 
@@ -67,24 +67,16 @@ def _layer(model: VisionModel, trace: Trace, number: int, forced: bool) -> dict[
         kind = "attention"
         means = "channels" if received is None else "class token" if trace.prefix else "attention"
         values = None if received is None else received[0]
-    low, high = _ends(values, kind)
+    low, high = ends(torch.zeros(0) if values is None else values, kind)
     return {
         "kind": kind,
         "means": MEANS[means],
         "maps": [] if values is None else plain(values),
-        "low": low,
-        "high": high,
+        "low": _number(low),
+        "high": _number(high),
         "gate": None if parts.gate is None else plain(parts.gate[0]),
         "computed_gate": None if own is None else plain(own[0]),
     }
-
-
-def _ends(values: Tensor | None, kind: str) -> tuple[float, float]:
-    """Of the colours: shares from 0 to 1, whatever the layer has of them; of attention up to its largest."""
-    seen = torch.zeros(1) if values is None else values[values.isfinite()]
-    low, high = (seen.min().item(), seen.max().item()) if seen.numel() else (0.0, 1.0)
-    least, most = min(0.0, low), max(high, 1.0) if kind == "membership" else high
-    return _number(least) or 0.0, _number(most if most > least else least + 1) or 1.0
 
 
 def rates(model: VisionModel, trace: Trace, certificate: Certificate) -> dict[str, Any]:
