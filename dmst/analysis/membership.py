@@ -226,7 +226,8 @@ def _faint(pixels: Pixels) -> Pixels:
     return np.round(255 - 0.3 * (255.0 - grey(pixels))).astype(np.uint8)
 
 
-def png(pixels: Pixels) -> bytes:
+def png(pixels: Pixels, level: int = 9) -> bytes:
+    """1 is quickest, 9 smallest."""
     out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG", optimize=True)
+    Image.fromarray(pixels).save(out, "PNG", compress_level=level)
     return out.getvalue()

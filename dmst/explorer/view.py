@@ -2,6 +2,7 @@
 
 look(model, trace)            prediction, and for every layer its maps (heads x patches) and gates
 rates(model, trace, found)    nats by layer, and the certificates in words
+gradient(found)               how much each patch moves the score of the answer
 
 Numbers have six digits; what is not finite is None. Layers and heads count from 0. One image: number 0 of the batch.
 """
@@ -91,6 +92,11 @@ def rates(model: VisionModel, trace: Trace, certificate: Certificate) -> dict[st
         "certificates": [_sentence(each) for each in certificate.layers if each is not None] or certificate.sentences(),
         "change": [None if each is None else _number(each.total["frozen"].mean) for each in certificate.layers],
     }
+
+
+def gradient(found: Tensor) -> dict[str, Any]:
+    low, high = ends(found, "gradient")
+    return {"gradient": {"map": plain(found.flatten()), "low": _number(low), "high": _number(high)}}
 
 
 def _sentence(layer: LayerCertificate) -> str:
