@@ -25,11 +25,11 @@ TOP = 5
 EPS = 0.1
 RATES = ("variational", "complete", "coding", "active")
 MEANS = {
-    "membership": "Membership, from 0 to 1: how much each patch belongs to the subspace of the head, as the layer computed it.",
-    "rescaled": "Membership times the number of patches: how much each belongs to the subspace of the head; 1 is the mean.",
-    "class token": "Attention received: how much the class token looks at each patch, by head. It is no membership.",
-    "attention": "Attention received: how much each patch is looked at, mean over all patches that look. It is no membership.",
-    "channels": "This layer attends between channels, not between patches: it has no map of the picture.",
+    "membership": "Membership, from 0 to 1: how much each patch belongs to the subspace of this head.",
+    "rescaled": "Membership times the number of patches: how much each patch belongs to the subspace of this head. 1 is the mean.",
+    "class token": "Attention received: how much the class token attends to each patch, in this head. It is not a membership.",
+    "attention": "Attention received: how much all patches attend to each patch, on average, in this head. It is not a membership.",
+    "channels": "This layer attends between channels, not between patches, so it has no map of the picture.",
 }
 
 
@@ -106,10 +106,11 @@ def _sentence(layer: LayerCertificate) -> str:
     by = f" by {_nats(change)}" if change else ""
     sure = ", and the bound guarantees it" if layer.guaranteed else ""
     heads = ", ".join(map(str, layer.raising))
-    raising = f"raised by heads: {heads}" if heads else "no head raises its own part"
+    raising = f"These heads raise their own part: {heads}" if heads else "No head raises its own part"
+    cost = f"{_nats(again)} {'less' if again < 0 else 'more'}" if again else "as much as before"
     return (
-        f"Layer {layer.layer} {how} its own rate{by} for this picture{sure}; {raising}. Read again after the norm, the tokens "
-        f"cost {_nats(again)} {'less' if again < 0 else 'more'}."
+        f"Layer {layer.layer} {how} its own rate{by} for this picture{sure}. {raising}. Read again after the norm, the tokens "
+        f"cost {cost}."
     )
 
 
