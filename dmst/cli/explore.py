@@ -18,7 +18,7 @@ def explore(
     no_open: bool = typer.Option(False, "--no-open", help="Do not open the browser."),
     device: str = typer.Option("cpu", help="cpu, cuda or cuda:N."),
 ) -> None:
-    """Open a page that shows what networks compute of a picture: give it one, look inside, switch heads off.
+    """Open a page that shows what networks compute for a picture: choose one, look inside, switch heads off.
 
     dmst explore
 

@@ -110,7 +110,7 @@ class Session:
         with self._lock:
             found = self.examples.get(id) or self._uploads.get(id)
         if found is None:
-            raise NotThereError(f"there is no picture {shown(id)}: the newest {UPLOADS} are kept; give it again.")
+            raise NotThereError(f"there is no picture {shown(id)}: the server keeps the newest {UPLOADS}; choose it again.")
         return found
 
     def settled(self) -> bool:
@@ -162,7 +162,7 @@ class Network:
         except Exception as error:
             ours = isinstance(error, DmstError)
             print(f"{self.where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            words = str(error) if ours else f"it could not be loaded ({type(error).__name__}); the terminal says more"
+            words = str(error) if ours else f"it could not be loaded ({type(error).__name__}); the terminal shows the error"
             self.words = _without_paths(words, self.where, self.name)
             self.state = "failed"
         else:
@@ -245,12 +245,12 @@ class Network:
 
     def _of(self, picture: Picture) -> Tensor:
         if self.id not in picture.seen:
-            raise NotThereError(f"the picture came before {self.name} was loaded: give it again.")
+            raise NotThereError(f"the picture came before {self.name} was loaded: choose it again.")
         return picture.seen[self.id]
 
     def _model(self) -> VisionModel:
         if self.model is None or self.state != "ready":
-            words = f": {self.words}" if self.words else ", ask again in a moment"
+            words = f": {self.words}" if self.words else ", try again in a moment"
             raise NotReadyError(f"the network {self.name} is {self.state}{words}", self.state)
         return self.model
 

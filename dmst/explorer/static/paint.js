@@ -253,8 +253,9 @@ export class Painted {
       ? `Columns are layers, rows are heads. A larger disc is a larger gate. ${silent} of ${gates.flat().length} heads are silent (small dots).`
       : "Columns are layers, rows are heads. There are no gates here: every head is on unless you switch it off.";
     dots(this.$(".dots"), { gates, layer, head, label, room: this.rooms[0], pick: (l, k) => this.changed("place", { layer: l, head: k }) });
-    const yours = gates.flat().some((each) => each.forced) ? ` Orange is yours: crosses are off${this.gated ? ", rings have a gate that you set" : ""}.` : "";
-    this.$(".dots-words").textContent = `${label}${yours} Click a head to go to it.`;
+    const crosses = gates.flat().some((each) => each.off) ? " You switched off the heads with a cross." : "";
+    const rings = gates.flat().some((each) => each.forced && !each.off) ? " You set the gates of the heads with a ring." : "";
+    this.$(".dots-words").textContent = `${label}${crosses}${rings} Click a head to go to it.`;
   }
 
   paintAnswer() {
@@ -339,7 +340,6 @@ export class Painted {
     if (!told) { // nothing of this picture yet, and nothing of another
       for (const each of [".rates", ".certificates"]) this.$(each).replaceChildren();
       for (const each of [".certificate", ".convention", ".rate-words"]) this.$(each).textContent = "";
-      this.$(".certificate-note").hidden = true;
       return;
     }
     const values = told.rates[state.rate];
@@ -360,7 +360,6 @@ export class Painted {
     } else svg.replaceChildren();
     const own = told.certificates.find((each) => each.startsWith(`Layer ${this.layer} `) || each.startsWith(`Layer ${this.layer}:`));
     this.$(".certificate").textContent = own ?? told.certificates[0] ?? "";
-    this.$(".certificate-note").hidden = !own;
     this.$(".certificates").replaceChildren(...told.certificates.map((text) => Object.assign(document.createElement("li"), { textContent: text })));
     this.$(".convention").textContent = [told.convention && `The curve: ${told.convention}.`, told.certified && `The sentences: ${told.certified}.`].filter(Boolean).join(" ");
     if (now) this.root.dataset.rates = this.shown.key;
