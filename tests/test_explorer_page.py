@@ -368,7 +368,8 @@ def test_a_head_off_in_all_layers_a_layer_off_and_everything_off(look_at: Open, 
     with switched_off(model, dict.fromkeys(range(9), range(8))):
         now = probabilities(model, image("e1"))
     assert_top(page, model, now)
-    said = f"With all 72 heads off the answer is still ship, {max(now):.1%} ({max(probabilities(model, image('e1'))):.1%} with them)."
+    was = max(probabilities(model, image("e1")))
+    said = f"With all 72 heads off the answer is still ship, {max(now):.1%} ({was:.1%} with them)."
     told = page.locator(".changed-words").inner_text()
     assert told.startswith(said.replace("%", " %")) and "the heads add nothing that the answer needs" in told
     page.locator(".all-off").click()
@@ -410,8 +411,8 @@ def test_the_last_of_many_quick_changes_is_what_stays(look_at: Open, networks: d
         assert_top(page, model, probabilities(model, image("e1")))
 
 
-ROWS = [".name", ".see-title", ".map", ".below", ".answer > h3", ".said", ".changed", ".heads-title", ".tiles", ".force", ".routes",
-        ".curve", ".through"]  # fmt: skip
+ROWS = (".name", ".see-title", ".map", ".below", ".answer > h3", ".said", ".changed", ".heads-title", ".tiles", ".force",
+        ".routes", ".curve", ".through")  # fmt: skip
 
 
 def test_two_networks_side_by_side_on_one_picture(look_at: Open, networks: dict, image: Callable) -> None:

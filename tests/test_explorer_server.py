@@ -37,9 +37,9 @@ from typer.testing import CliRunner
 
 import dmst
 from dmst import cli
-from dmst.analysis import certify, layer_rates
+from dmst.analysis import certify, layer_rates, membership
 from dmst.analysis.intervene import forced_gates, switched_off
-from dmst.analysis.membership import attention_received, enlarge, picture
+from dmst.analysis.membership import attention_received, enlarge
 from dmst.analysis.scored import orders_of
 from dmst.engine.classify import classify
 from dmst.engine.prepare import read_weights
@@ -346,7 +346,7 @@ def test_seen_is_what_the_network_takes(server: Server, models: dict[str, Vision
         side = image.shape[-1]
         assert shown.shape[0] == shown.shape[1] >= 256 and shown.shape[0] % side == 0
         step = shown.shape[0] // side
-        assert np.array_equal(shown, enlarge(picture(image[0]), step))
+        assert np.array_equal(shown, enlarge(membership.picture(image[0]), step))
 
 
 def test_a_picture_is_shown_no_larger_than_it_needs(server: Server) -> None:

@@ -5,7 +5,7 @@ attention_received(...)     (b, k, n): of layers that have rows of attention ins
 gradient_map(model, images) (b, rows, columns): how much each patch moves the score of the answer, for any network
 ends(values, what)          the numbers that the first and the last colour stand for
 colour(values, low, high)   numbers to colours: dark blue (low) over grey to yellow (high), readable in grey and by everyone
-overlay(image, map)         the map over the grey image it belongs to, one square per patch; the page of `dmst explore` draws alike
+overlay(image, map)         the map over its image in grey, one square per patch; the page of `dmst explore` draws the same
 sheet(trace, images)        images down, heads across: one picture
 layers_sheet(trace, image)  layers down, heads across: one picture of one image
 gate_by_class(gates, labels)

@@ -26,9 +26,9 @@ EPS = 0.1
 RATES = ("variational", "complete", "coding", "active")
 MEANS = {
     "membership": "Membership, from 0 to 1: how much each patch belongs to the subspace of this head.",
-    "rescaled": "Membership times the number of patches: how much each patch belongs to the subspace of this head. 1 is the mean.",
+    "rescaled": "Membership times the number of patches: how much each belongs to the subspace of this head. 1 is the mean.",
     "class token": "Attention received: how much the class token attends to each patch, in this head. It is not a membership.",
-    "attention": "Attention received: how much all patches attend to each patch, on average, in this head. It is not a membership.",
+    "attention": "Attention received: how much all patches attend to each in this head, on average. It is not a membership.",
     "channels": "This layer attends between channels, not between patches, so it has no map of the picture.",
 }
 
