@@ -13,7 +13,7 @@ PHOTOS = typer.Argument(
 )
 READ = {
     "membership": "Memberships: 0 dark blue, 1 yellow; a faint tile is a silent head.",
-    "attention received": "No memberships: how much each patch is looked at, from 0 (dark blue) to a tile's largest (yellow).",
+    "attention received": "No memberships: how much each patch is looked at, 0 dark blue, the layer's largest yellow.",
 }
 
 
