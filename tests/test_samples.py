@@ -44,7 +44,7 @@ def test_photographs_where_nothing_is_at_hand() -> None:
     found = sample(create_model("dmst_cifar"), limit=5)
     assert found.name == "the photographs that ship (cat, rocket, astronaut, coffee, photographer)"
     assert [(images.shape, labels) for images, labels in found] == [((1, 3, 32, 32), None)] * 5
-    assert sample(create_model("dmst_cifar")).titles == PHOTOS
+    assert sample(create_model("dmst_cifar")).titles == tuple(PHOTOS)
     ((images, _), *_) = list(sample(create_model("dmst_cifar", in_chans=1)))
     assert images.shape == (1, 1, 32, 32) and images.std() > 0.1
 

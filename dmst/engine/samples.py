@@ -79,8 +79,8 @@ def sample(
         )
     if not data and held is None:
         if (config.in_chans, config.img_size) != (1, (8, 8)):
-            chosen = [photo(name) for name in PHOTOS[:limit]]
-            return _photos(model, chosen, f"the photographs that ship ({', '.join(PHOTOS[:limit])})", device)
+            names = list(PHOTOS)[:limit]
+            return _photos(model, [photo(name) for name in names], f"the photographs that ship ({', '.join(names)})", device)
         data = "digits"
     image_set: ImageSet = catalog.open_set(data or "", split, data_dir=data_dir) if held is None else held
     name = f"{image_set}: "
