@@ -28,16 +28,17 @@ def blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
 
 
-SESSIONS = ("tutorial.md",)  # whose blocks are one session, top to bottom
+FIRST = ("README.md", "tutorial.md")  # what a stranger meets first: run on an installed wheel, in test_first_hour
 SNIPPETS = [
     pytest.param(code, id=f"{path.name}-{i}")
     for path in DOCUMENTS
-    for i, code in enumerate(["".join(blocks(path, "python"))] if path.name in SESSIONS else blocks(path, "python"))
+    if path.name not in FIRST
+    for i, code in enumerate(blocks(path, "python"))
 ]
 COMMANDS = [
     pytest.param(line.removeprefix("$ "), id=f"{path.name}: {line.removeprefix('$ ')}")
     for path in DOCUMENTS
-    if path.name not in SESSIONS  # whose commands are one session too: test_own_operators
+    if path.name not in FIRST  # the tutorial's commands: test_own_operators
     for block in blocks(path, "console")
     for line in block.splitlines()
     if line.startswith("$ ")
