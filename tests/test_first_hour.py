@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from dmst.models import shipped
 from dmst.photos import PHOTOS, photo
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -206,7 +207,8 @@ def test_help_is_in_groups_and_names_what_ships(home: Home) -> None:
     told = home.dmst("--help").stdout
     places = [told.index(f" {group} ") for group in ("Use", "Train", "Look inside", "Research", "Machine")]
     assert places == sorted(places)
-    assert all(name in home.dmst("train --help").stdout for name in ("dmst_cifar100", "vit_cifar10", "--epochs", "--size"))
+    train = home.dmst("train --help").stdout
+    assert all(name in train for name in (*shipped.SHIPPED, "--epochs", "--batch", "--size", "--lr"))
 
 
 @pytest.fixture(scope="module")
