@@ -59,8 +59,8 @@ def write_page(path: Path, results: Results, dmst_model: VisionModel, tost_model
             ]
         )
         + '<p>What to look at: the <a href="#s2">membership maps</a> show which pixels each head groups together. The '
-        '<a href="#s3">gates</a> show which heads are on for which digit. The <a href="#s4">rates</a> show whether each layer '
-        "does what its formula says.</p>"
+        '<a href="#s3">gates</a> show which heads are on for which digit. The <a href="#s4">rates</a> show how compactly each '
+        "layer encodes the image.</p>"
     )
     sections = [
         Section("Accuracy and learning curves", _learning(results)),
