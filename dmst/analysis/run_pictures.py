@@ -67,17 +67,15 @@ def memberships(sample: Sample, name: str = "image", *, explained: bool = True) 
     low, high = _ends(trace, layers)
     views = [(f"{row + 1}: {sample.name(i)}", _view(sample, i, trace, row, layers, low, high)) for row, i in enumerate(chosen)]
     told = [
-        "<p>A layer has several <b>heads</b>; each head looks at one subspace of the features. The <b>membership</b> of a patch "
-        "in a head, from 0 to 1, says how much the patch belongs to that head: yellow is more, dark blue is less."
+        "<p>A layer has several <b>heads</b>; each head looks at one subspace of the features. The <b>membership</b> of a "
+        "patch in a head, from 0 to 1, says how much the patch belongs to that head: yellow is more, dark blue is less."
     ]
     if first.parts.gate is not None:
         told.append(
-            " Under a map is the head's <b>gate</b>: how much the head adds for this image. A head is <i>silent</i> if its gate "
-            "is exactly 0: it adds nothing, and its map is drawn in grey."
+            " Under a map is the head's <b>gate</b>: how much the head adds for this image. A head is <i>silent</i> if its "
+            "gate is exactly 0: it adds nothing, and its map is drawn in grey."
         )
-    told.append(
-        "</p><p>Choose an image. Layers and heads count from 0. Each map is a tensor of the network, one cell per patch."
-    )
+    told.append("</p><p>Choose an image. Layers and heads count from 0. A map is a tensor of the network, one cell per patch.")
     if len(layers) < len(model.blocks):
         told.append(f" {len(layers)} of {len(model.blocks)} layers are shown.")
     return (
