@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from dmst.analysis.membership import colour, fit, layers_sheet, maps, overlay, picture
+from dmst.analysis.membership import colour, ends, fit, layers_sheet, maps, overlay, picture
 from dmst.cli import app
 from dmst.engine.prepare import read_weights
 from dmst.engine.samples import sample
@@ -66,9 +66,9 @@ def test_softmax_attention_shows_what_the_patches_receive(tmp_path: Path) -> Non
     for row, number in enumerate((0, 8)):
         attention = trace.layers[number].parts.attention
         assert attention is not None
+        received = attention[1].mean(1).view(8, 8, 8)  # over the patches that look
         for head in range(8):
-            received = attention[1, head].mean(0).view(8, 8)  # over the patches that look
-            assert np.array_equal(tile(page, row, head + 1, 64), overlay(plain, received, 0.0, received.max().item()))
+            assert np.array_equal(tile(page, row, head + 1, 64), overlay(plain, received[head], 0.0, received.max().item()))
     asked = ["analyze", "maps", "--weights", "vit_cifar10", "--limit", "1", "--out", str(tmp_path)]
     told = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout.splitlines()[0])
     for number, layer in enumerate(told["layers"]):
@@ -76,6 +76,31 @@ def test_softmax_attention_shows_what_the_patches_receive(tmp_path: Path) -> Non
         assert attention is not None and layer["shown"] == "attention received" and layer["gate"] is None
         assert layer["highest"] == pytest.approx(attention[0].mean(1).amax(-1).tolist(), rel=1e-5)
     assert "No memberships" in CliRunner().invoke(app, asked).output
+
+
+def test_colour_is_the_map_s_alone_and_every_patch_a_square() -> None:
+    red = np.zeros((12, 12, 3), np.uint8)
+    red[..., 0] = 200
+    values = torch.tensor([[0.0, 1.0], [0.5, 0.2]])
+    drawn = overlay(red, values)
+    wanted = np.round(0.4 * round(0.299 * 200) + 0.6 * colour(values)).astype(np.uint8)
+    assert np.array_equal(drawn, wanted.repeat(6, 0).repeat(6, 1))
+    assert (overlay(red, values, strength=0.0) == round(0.299 * 200)).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "what", "wanted"),
+    [
+        ([0.2, 0.4], "membership", (0, 1)),
+        ([0.2, 2.5], "membership", (0, 2.5)),
+        ([0.2, 0.4], "attention received", (0, 0.4)),
+        ([-0.75, 0.5], "gradient", (-0.75, 0.75)),
+        ([torch.nan, torch.inf], "membership", (0, 1)),
+        ([0.0, 0.0], "gradient", (-1, 1)),
+    ],
+)
+def test_what_the_ends_of_the_colours_stand_for(values: list[float], what: str, wanted: tuple[float, float]) -> None:
+    assert ends(torch.tensor(values), what) == pytest.approx(wanted)
 
 
 def test_a_map_without_the_image_is_the_ramp_itself() -> None:
@@ -97,7 +122,9 @@ def test_wrong_requests_are_refused() -> None:
 
 
 def test_the_command_draws_what_was_traced(tmp_path: Path) -> None:
-    run = CliRunner().invoke(app, ["analyze", "maps", "--out", str(tmp_path), "--limit", "3", "--json"])
+    run = CliRunner().invoke(
+        app, ["analyze", "maps", "--weights", "dmst_digits", "--out", str(tmp_path), "--limit", "3", "--json"]
+    )
     assert run.exit_code == 0, run.output
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     model, trace, images = traced()
@@ -118,11 +145,13 @@ def test_the_command_takes_photos_and_a_layer(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         Image.linear_gradient("L").save(tmp_path / name)
     out = tmp_path / "maps"
-    run = CliRunner().invoke(app, ["analyze", "maps", str(tmp_path), "--layer", "-1", "--out", str(out)])
+    run = CliRunner().invoke(
+        app, ["analyze", "maps", str(tmp_path), "--layer", "-1", "--out", str(out), "--weights", "dmst_digits"]
+    )
     assert run.exit_code == 0, run.output
     assert sorted(path.name for path in out.iterdir()) == ["000-a.png", "001-b.png"]
     assert np.asarray(Image.open(out / "000-a.png")).shape[0] == 160 + LINE  # one layer
     assert "2 photos: 2 pictures" in run.output
-    for wrong, word in (("last", "a whole number, or all"), ("4", "layers 0 to 3")):
+    for wrong, word in (("last", "a whole number, or all"), ("9", "layers 0 to 8")):
         run = CliRunner().invoke(app, ["analyze", "maps", "--layer", wrong, "--out", str(out)])
         assert run.exit_code and word in str(run.exception)

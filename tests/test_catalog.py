@@ -269,7 +269,7 @@ def test_split_off() -> None:
     places = [[int(x[0, 0, 0]) for x in part.pixels()] for part in (rest, out)]  # type: ignore[union-attr]
     assert sorted(places[0] + places[1]) == list(range(200)) and [sorted(p) for p in places] == places and len(out) == 20
     assert sorted(np.bincount(out.labels)) == [6, 7, 7]
-    assert (rest.variant, out.variant) == ("128 px, without 0.1 of train", "128 px, 0.1 of train, held out")
+    assert (rest.variant, out.variant) == ("128 px, without the 10 % held out", "128 px, 10 % held out")
     again = split_off(base, 0.1)
     assert [x.fingerprint for x in again] == [rest.fingerprint, out.fingerprint]
     other = split_off(base, 0.1, seed=1)[1]

@@ -12,7 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from dmst import cli, create_model
-from dmst.analysis.membership import sheet
+from dmst.analysis.membership import ends, fit, gradient_map, overlay, picture, sheet
 from dmst.data import catalog
 from dmst.engine.classify import classify, photos_in
 from dmst.errors import DmstError, OptionError
@@ -68,14 +68,19 @@ def test_what_cannot_be_read_costs_itself_alone(photos: Path, tmp_path: Path) ->
             photos_in(words)
 
 
-def test_pictures_of_memberships(photos: Path, tmp_path: Path) -> None:
+def test_pictures_of_maps(photos: Path, tmp_path: Path) -> None:
     asked = ["classify", str(photos), "--weights", "dmst_digits", "--maps", str(tmp_path / "maps"), "--top", "1"]
     said = CliRunner().invoke(cli.app, asked)
     assert said.exit_code == 0 and len(said.output.splitlines()) == 10 and "maps/3.png.png" in said.output
-    (answer,) = classify(create_model("dmst_digits", pretrained=True), [photos / "3.png"], traced=True)
+    model = create_model("dmst_digits", pretrained=True)
+    (answer,) = classify(model, [photos / "3.png"], traced=True)
     assert answer.trace is not None and answer.image is not None
     drawn = np.asarray(Image.open(tmp_path / "maps/3.png.png"))
-    assert np.array_equal(drawn, sheet(answer.trace, answer.image))
+    heads = sheet(answer.trace, answer.image)
+    assert np.array_equal(drawn[:, : heads.shape[1]], heads)
+    gradient = gradient_map(model, answer.image)[0]
+    last = overlay(fit(picture(answer.image[0]), 160), gradient, *ends(gradient, "gradient"))
+    assert drawn.shape[1] == heads.shape[1] + 6 + 160 and np.array_equal(drawn[:160, -160:], last)
     (tmp_path / "3.png").write_bytes((photos / "8.png").read_bytes())  # another photo of the same name
     said = CliRunner().invoke(cli.app, ["classify", str(photos / "3.png"), str(tmp_path / "3.png"), *asked[2:]])
     assert said.exit_code == 0 and {path.name for path in (tmp_path / "maps").glob("3*")} == {

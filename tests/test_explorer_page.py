@@ -22,11 +22,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
+from dmst import cli
 from dmst.analysis import membership
 from dmst.analysis.intervene import forced_gates, switched_off
 from dmst.engine.prepare import read_weights
 from dmst.models import VisionModel, create_model, save_model
+from dmst.photos import PHOTOS, photo
 
 fastapi = pytest.importorskip("fastapi", reason="dmst explore needs FastAPI: pip install 'dmst[explore]'")
 playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install playwright==1.65.0")
@@ -42,6 +45,7 @@ WATCH = """
 window.__violations = [];
 document.addEventListener("securitypolicyviolation", (e) => window.__violations.push(`${e.violatedDirective} ${e.blockedURI}`));
 """
+EVERYTHING = ",".join(f"{layer}.{head}:0" for layer in range(9) for head in range(8))
 RUN = "window.__canary=1"
 ATTACKS = [
     f"<script>{RUN}</script>", f"<img src=x onerror={RUN}>", f"<svg onload={RUN}>", f"\"><img src=x onerror={RUN}>",
@@ -193,9 +197,10 @@ def assert_top(page: Any, model: VisionModel, wanted: list[float], panel: int = 
 
 
 def pixels(page: Any, selector: str = ".map") -> np.ndarray:
-    """What a canvas shows, (h, w, 3)."""
+    """What a canvas shows, (h, w, 3), on white."""
     drawn = page.locator(selector).first.evaluate("(canvas) => canvas.toDataURL()")
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(drawn.partition(",")[2]))).convert("RGB"))
+    shown = Image.open(io.BytesIO(base64.b64decode(drawn.partition(",")[2]))).convert("RGBA")
+    return np.asarray(Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown).convert("RGB"))
 
 
 def middles(drawn: np.ndarray, rows: int, columns: int) -> np.ndarray:
@@ -213,14 +218,44 @@ def png_of(seed: int, size: tuple[int, int] = (60, 40)) -> bytes:
 # --- what is shown is what was computed ---------------------------------------------------------------------------------
 
 
-def test_the_answer_is_that_of_the_network(look_at: Open, networks: dict, image: Callable) -> None:
-    page = look_at("image=e1")
-    wanted = probabilities(networks["dmst_cifar10"], image("e1"))
+def test_the_page_begins_with_the_cat_and_the_answer_of_the_network(look_at: Open, networks: dict, image: Callable) -> None:
+    page = look_at("")
+    wanted = probabilities(networks["dmst_cifar10"], image("e0"))
     assert_top(page, networks["dmst_cifar10"], wanted)
+    examples = page.locator(".example:visible")
+    assert examples.all_inner_texts() == list(PHOTOS)
+    assert [each.get_attribute("title") for each in examples.all()] == [f"{name}: {credit}" for name, credit in PHOTOS.items()]
+    assert page.locator(".example[aria-pressed=true]").inner_text() == page.locator("#picture-name").inner_text() == "cat"
+    assert page.locator("#picture-name").get_attribute("title") == PHOTOS["cat"]
+    assert (np.ptp(pixels(page, "#thumb").astype(int), -1) > 20).any()  # in colour
     first, second = sorted(wanted)[::-1][:2]
     assert f"Margin {first - second:.3f}" in page.locator(".margin").inner_text()
     assert page.locator(".said").get_attribute("aria-live") == "polite"
     assert page.locator(".wait").is_hidden()
+    page.locator("#model-0").select_option(label="dmst_digits")
+    page.locator(".example", has_text="seven").click()
+    page.locator('.panel[aria-label="dmst_digits"][data-rates*="\\"e6"]').wait_for()
+    assert_top(page, networks["dmst_digits"], probabilities(networks["dmst_digits"], image("e6", "dmst_digits")))
+    assert page.locator(".said").inner_text().startswith("7, ")
+
+
+def test_the_page_draws_maps_as_the_command_line_does(look_at: Open, tmp_path: Path) -> None:
+    """The same colours over the same grey photograph, in the same squares."""
+    asked = ["analyze", "maps", str(photo("cat")), "--weights", "dmst_cifar10", "--layer", "4", "--out", str(tmp_path)]
+    assert CliRunner().invoke(cli.app, asked).exit_code == 0
+    with Image.open(tmp_path / "000-cat.png") as sheet:
+        tiles = np.asarray(sheet.convert("RGB"))
+    page = look_at("image=e0&layer=4&head=0&patch=none")
+    for head in (0, 6):  # heads that are on
+        page.locator("#heads input").nth(head).check()
+        drawn = membership.enlarge(tiles[:160, 166 * (head + 1) : 166 * (head + 1) + 160], 4)
+        assert abs(pixels(page).astype(int) - drawn).max() <= 2
+    silent = membership.enlarge(tiles[:160, 332:492], 4)[2::5, 2::5]  # head 1, on white like the page; the tile has 128 pixels
+    assert abs(pixels(page, ".tile.silent canvas").astype(int) - silent).max() <= 2
+    page.locator("#strength").fill("0")
+    grey = pixels(page)
+    assert np.ptp(grey.astype(int), -1).max() == 0 and np.ptp(grey) > 100  # the photograph, without its colour
+    assert abs(grey.astype(int) - membership.enlarge(membership.grey(tiles[:160, :160]), 4)).max() <= 1
 
 
 def test_every_layer_paints_the_memberships_of_the_trace(look_at: Open, networks: dict, image: Callable) -> None:
@@ -258,13 +293,25 @@ def test_a_patch_is_followed_through_the_layers(look_at: Open, networks: dict, i
     assert page.locator(".readout").inner_text().endswith(f"{wanted[4]:.3f}")
 
 
-def test_rates_and_certificates_are_those_of_the_analysis(look_at: Open, here: tuple) -> None:
-    page = look_at("image=e1&layer=5&head=0")
+def test_rates_certificates_and_gradients_are_those_of_the_analysis(
+    look_at: Open, here: tuple, networks: dict, image: Callable
+) -> None:
+    page, model = look_at("image=e1&layer=5&head=0&strength=1&patch=none"), networks["dmst_cifar10"]
     told = here[1].session.networks["m0"].rates(here[1].session.picture("e1"), {})
     assert page.locator("svg.rates .value").text_content() == f"{told['rates']['variational'][5]:.2f}"
     assert page.locator(".certificate").inner_text() == told["certificates"][5]
     page.locator("select.rate").select_option("active")
     assert page.locator("svg.rates .value").text_content() == f"{told['rates']['active'][5]:.0f}"
+    page.get_by_role("radio", name="gradient").check()
+    for gates in ({}, {5: [0]}):
+        with switched_off(model, gates):
+            slope = membership.gradient_map(model, image("e1").clone())[0]
+        wanted = membership.colour(slope, *membership.ends(slope, "gradient"))
+        assert abs(middles(pixels(page), 8, 8).astype(int) - wanted).max() <= 1
+        assert page.locator(".see-title").inner_text() == "Gradient for ship" and page.locator(".low").inner_text() == "lowers"
+        assert "dmst analyze scored" in page.locator(".means").inner_text()
+        page.locator(".tile .switch").nth(0).click()
+        settled(page, gates="5.0:0" if not gates else "")
 
 
 # --- interventions ------------------------------------------------------------------------------------------------------
@@ -288,7 +335,14 @@ def test_a_head_switched_off_moves_the_answer_as_intervene_says(look_at: Open, n
         ]
         assert shown == pytest.approx([before[index], now[index], now[index] - before[index]], abs=1.01e-3)
     assert page.locator(".tile").nth(0).locator(".words").inner_text() == "off"
-    assert page.locator(".tile .switch").nth(0).get_attribute("aria-checked") == "false"
+    looks = {}
+    for k, state in enumerate(["off", "silent", "on"]):  # head 1 is silent by itself
+        switch = page.locator(".tile .switch").nth(k)
+        assert state in (switch.get_attribute("aria-label") if state != "on" else "on")
+        assert switch.get_attribute("aria-checked") == str(state == "on").lower()
+        looks[state] = switch.evaluate("""(e) => ["::before", "::after"].map((part) => getComputedStyle(e, part))
+          .flatMap((style) => [style.left, style.backgroundColor, style.borderStyle])""")
+    assert len({str(look) for look in looks.values()}) == 3, looks
     assert page.locator("svg.dots .spot.off").count() == 1
     assert page.locator("svg.rates path.before").count() == 1
     page.locator("#reset").click()
@@ -298,7 +352,7 @@ def test_a_head_switched_off_moves_the_answer_as_intervene_says(look_at: Open, n
     assert page.locator("#reset").is_disabled()
 
 
-def test_a_head_off_in_all_layers_and_a_layer_off(look_at: Open, networks: dict, image: Callable) -> None:
+def test_a_head_off_in_all_layers_a_layer_off_and_everything_off(look_at: Open, networks: dict, image: Callable) -> None:
     page, model = look_at("image=e1&layer=3&head=6"), networks["dmst_cifar10"]
     page.locator(".off-all").click()
     settled(page, gates=",".join(f"{layer}.6:0" for layer in range(9)))
@@ -309,6 +363,25 @@ def test_a_head_off_in_all_layers_and_a_layer_off(look_at: Open, networks: dict,
     settled(page, gates=",".join(f"3.{head}:0" for head in range(8)))
     with switched_off(model, {3: range(8)}):
         assert_top(page, model, probabilities(model, image("e1")))
+    page.locator(".all-off").click()
+    settled(page, gates=EVERYTHING)
+    with switched_off(model, dict.fromkeys(range(9), range(8))):
+        now = probabilities(model, image("e1"))
+    assert_top(page, model, now)
+    was = max(probabilities(model, image("e1")))
+    said = f"With all 72 heads off the answer is still ship, {max(now):.1%} ({was:.1%} with them)."
+    told = page.locator(".changed-words").inner_text()
+    assert told.startswith(said.replace("%", " %")) and "the heads add nothing that the answer needs" in told
+    page.locator(".all-off").click()
+    settled(page, gates="")
+    page.locator("#model-0").select_option(label="tost_cifar10")
+    page.locator(".example", has_text="galaxies").click()
+    page.locator(".all-off").click()
+    page.locator(f'.panel[aria-label="tost_cifar10"][data-rates*="\\"e5"][data-gates="{EVERYTHING}"]').wait_for()
+    assert re.match(
+        r"With all 72 heads off the answer changes from frog \(\S+ %\) to bird \(\S+ %\): this picture needs the heads\.",
+        page.locator(".changed-words").inner_text(),
+    )
 
 
 def test_a_forced_gate_is_the_gate(look_at: Open, networks: dict, image: Callable) -> None:
@@ -317,7 +390,7 @@ def test_a_forced_gate_is_the_gate(look_at: Open, networks: dict, image: Callabl
     settled(page, gates="6.2:0.75")
     with forced_gates(model, {6: {2: 0.75}}):
         assert_top(page, model, probabilities(model, image("e1")))
-    assert page.locator(".tile").nth(2).locator(".words").inner_text() == "forced 0.75"
+    assert page.locator(".tile").nth(2).locator(".words").inner_text() == "set 0.75"
     assert page.locator(".gate-range").input_value() == "0.75"
     page.locator(".gate-range").fill("0.2")
     settled(page, gates="6.2:0.2")
@@ -338,11 +411,21 @@ def test_the_last_of_many_quick_changes_is_what_stays(look_at: Open, networks: d
         assert_top(page, model, probabilities(model, image("e1")))
 
 
+ROWS = (".name", ".see-title", ".map", ".below", ".answer > h3", ".said", ".changed", ".heads-title", ".tiles", ".force",
+        ".routes", ".curve", ".through")  # fmt: skip
+
+
 def test_two_networks_side_by_side_on_one_picture(look_at: Open, networks: dict, image: Callable) -> None:
     page = look_at("model=dmst_cifar10&with=tost_cifar10&image=e2&layer=4&head=1&strength=1")
     for i, name in enumerate(MODELS[:2]):
         assert_top(page, networks[name], probabilities(networks[name], image("e2", name)), i)
     second = page.locator(".panel").nth(1)
+    for width in (1280, 860):  # texts and gates differ between the two, and wrap otherwise
+        page.set_viewport_size({"width": width, "height": 900})
+        for part in ROWS:
+            boxes = [each.bounding_box() for each in page.locator(f".panel {part}").all()]
+            assert len(boxes) == 2 and boxes[0]["y"] == pytest.approx(boxes[1]["y"], abs=0.5), (width, part)
+            assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
     assert second.locator(".dial").is_hidden()
     assert "no gate" in second.locator(".heads-words").inner_text()
     second.locator(".switch").nth(1).click()
@@ -370,12 +453,17 @@ def test_attention_is_never_called_membership(tmp_path: Path, watched: Open) -> 
         settled(page, 2)
         rows, channels = page.locator(".panel").all()
         assert rows.locator(".see-title").inner_text().startswith("Attention received, layer 1")
-        assert "no membership" in rows.locator(".means").inner_text()
+        assert "not a membership" in rows.locator(".means").inner_text()
         assert "attention received" in rows.locator(".readout").inner_text()
         assert channels.locator(".see-title").inner_text() == "The picture as channels sees it"
         assert "no map" in channels.locator(".means").inner_text()
         assert channels.locator(".readout").inner_text() == ""
         assert "has none" in rows.locator(".rate-words").inner_text()
+        assert page.locator("#maps").inner_text().split() == ["attention", "gradient"]
+        page.get_by_role("radio", name="gradient").check()
+        for panel in (rows, channels):  # every network has a gradient
+            assert panel.locator(".see-title").inner_text().startswith("Gradient for ")
+            assert re.search(r"gradient [+\N{MINUS SIGN}]\d", panel.locator(".readout").inner_text())
         rows.locator(".switch").nth(1).click()
         rows.and_(page.locator('[data-gates="1.1:0"]')).wait_for()
         channels.locator(".off-all").click()
@@ -424,7 +512,7 @@ def test_what_is_no_picture_is_refused_in_words(look_at: Open) -> None:
     assert "image" in page.locator("#wrong").inner_text() or "picture" in page.locator("#wrong").inner_text()
     assert page.locator("#wrong").get_attribute("role") == "alert"
     page.evaluate("document.body.dispatchEvent(new DragEvent('drop', {dataTransfer: new DataTransfer(), bubbles: true}))")
-    assert "never fetched" in page.locator("#wrong").inner_text()
+    assert "never fetches" in page.locator("#wrong").inner_text()
     page.evaluate(
         """() => {
           const given = new DataTransfer();
@@ -432,7 +520,7 @@ def test_what_is_no_picture_is_refused_in_words(look_at: Open) -> None:
           document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: given, bubbles: true }));
         }"""
     )
-    assert page.locator("#wrong").inner_text() == "huge.png has 11.0 MiB; at most 10 MiB are taken."
+    assert page.locator("#wrong").inner_text() == "huge.png has 11.0 MiB. The limit is 10 MiB."
     page.locator(".example").nth(2).click()
     page.locator('.panel[data-rates*="\\"e2"]').wait_for()
 
@@ -481,6 +569,7 @@ def test_a_link_brings_everything_back(look_at: Open, here: tuple, watched: Open
     page.locator("#layer").fill("6")
     page.locator("#heads input").nth(3).check()
     page.locator("#stretch").check()
+    page.get_by_role("radio", name="gradient").check()
     page.locator(".panel").nth(0).locator(".gate-number").fill("0.5")
     page.locator(".panel").nth(1).locator(".switch").nth(2).click()
     page.locator(".map").first.click(position={"x": 30, "y": 50})
@@ -508,18 +597,11 @@ def test_a_link_to_what_is_not_there_shows_what_is(look_at: Open) -> None:
     assert "no longer in memory" in page.locator("#wrong").inner_text()
     assert page.locator(".panel").get_attribute("data-layer") == "8"
     assert page.locator(".panel").get_attribute("data-gates") == ""
-
-
-def test_what_was_switched_in_one_network_is_not_switched_in_another(look_at: Open) -> None:
-    page = look_at("model=nobody&gates=5.7:0&image=e1")
-    assert page.locator(".panel").get_attribute("data-gates") == ""
+    page.evaluate("location.hash = 'model=nobody&gates=5.7:0&image=e1'")  # what was switched in one network is not in another
+    page.locator('.panel[data-gates=""][data-rates*="\\"e1"]').wait_for()
     assert "nobody, which is not loaded here" in page.locator("#wrong").inner_text()
-
-
-def test_a_link_holds_the_smallest_gates(look_at: Open) -> None:
-    assert look_at("model=dmst_cifar10&image=e1&gates=5.7:1e-7,5.6:0.25").locator(".panel").get_attribute("data-gates") == (
-        "5.6:0.25,5.7:1e-7"
-    )
+    page.evaluate("location.hash = 'model=dmst_cifar10&image=e1&gates=5.7:1e-7,5.6:0.25'")
+    settled(page, gates="5.6:0.25,5.7:1e-7")  # the smallest gates too
 
 
 def test_an_answer_to_another_picture_does_not_stay(look_at: Open) -> None:
@@ -539,7 +621,7 @@ def test_an_answer_to_another_picture_does_not_stay(look_at: Open) -> None:
 
 @pytest.fixture
 def kept_file(look_at: Open, tmp_path: Path) -> tuple[Any, Path]:
-    page = look_at("model=dmst_cifar10&with=tost_cifar10&image=e1&layer=5&head=7&gates=5.7:0&patch=0.4,0.6")
+    page = look_at("model=dmst_cifar10&with=tost_cifar10&image=e1&layer=5&head=7&gates=5.7:0&patch=0.4,0.6&map=gradient")
     with page.expect_download() as download:
         page.locator("#keep").click()
     path = tmp_path / "view.html"
@@ -557,6 +639,7 @@ def test_a_kept_view_shows_the_same_numbers_offline(kept_file: tuple[Any, Path],
     assert (pixels(kept) == pixels(page)).all()
     assert kept.locator(".tile .switch").first.is_hidden() and kept.locator("#file").is_hidden()
     for each in (kept, page):
+        each.get_by_role("radio", name="membership").check()
         each.locator("#layer").fill("2")
         each.locator("#heads input").nth(6).check()
     assert (pixels(kept) == pixels(page)).all()
@@ -599,8 +682,12 @@ def test_light_and_dark_follow_the_system_and_the_button(look_at: Open) -> None:
 
 
 @pytest.mark.parametrize("fragment", ["image=e1&patch=0.4,0.4&gates=5.7:0", "with=tost_cifar10&image=e1&patch=0.4,0.4"])
-def test_nothing_overflows_a_phone(fragment: str, look_at: Open) -> None:
-    page = look_at(fragment, viewport={"width": 360, "height": 740})
+def test_a_phone_shows_map_and_answer_first_and_nothing_overflows(fragment: str, look_at: Open) -> None:
+    page = look_at(fragment, viewport={"width": 390, "height": 844})
+    for part in (".map", ".said"):
+        box = page.locator(part).first.bounding_box()
+        assert box["y"] >= 0 and box["y"] + box["height"] <= 844 and box["height"] > 20, part
+    page.set_viewport_size({"width": 360, "height": 740})
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     wide = """() => [...document.querySelectorAll("body *")]
       .filter((e) => !e.closest(".hidden, .skip, dialog:not([open]), svg *") && e.getBoundingClientRect().width)

@@ -37,9 +37,10 @@ from typer.testing import CliRunner
 
 import dmst
 from dmst import cli
-from dmst.analysis import certify, layer_rates
+from dmst.analysis import certify, layer_rates, membership
 from dmst.analysis.intervene import forced_gates, switched_off
-from dmst.analysis.membership import attention_received
+from dmst.analysis.membership import attention_received, enlarge
+from dmst.analysis.scored import orders_of
 from dmst.engine.classify import classify
 from dmst.engine.prepare import read_weights
 from dmst.errors import MissingExtraError
@@ -49,6 +50,7 @@ from dmst.explorer.guard import HEADERS, Guard
 from dmst.explorer.server import Site, listening, server_of
 from dmst.explorer.session import Session
 from dmst.models import Trace, VisionModel, create_model, save_model
+from dmst.photos import PHOTOS
 from tests.cases import excite
 
 SMALL: dict[str, Any] = {"dim": 24, "depth": 2, "num_heads": 3, "img_size": 32, "patch_size": 8, "num_classes": 7}
@@ -201,7 +203,11 @@ def noise(*shape: int) -> np.ndarray:
 def test_start_says_what_there_is(server: Server, models: dict[str, VisionModel]) -> None:
     told = server.ask("GET", "/api/start").json
     assert told["version"] == dmst.__version__ and told["upload_limit"] == 10 * 2**20
-    assert [each["id"] for each in told["examples"]] == [f"e{i}" for i in range(6)]
+    assert [each["id"] for each in told["examples"]] == [f"e{i}" for i in range(7)]
+    assert [each["name"] for each in told["examples"]] == [*PHOTOS, "seven"] and told["examples"][0]["name"] == "cat"
+    assert [each["credit"] for each in told["examples"]][:6] == list(PHOTOS.values())
+    assert [each["digit"] for each in told["examples"]] == [False] * 6 + [True]
+    assert (told["examples"][0]["width"], told["examples"][0]["height"]) == (385, 256)
     for each in told["models"][:-1]:
         model = models[each["id"]]
         assert each["state"] == "ready" and each["words"] == ""
@@ -211,7 +217,11 @@ def test_start_says_what_there_is(server: Server, models: dict[str, VisionModel]
             len(model.blocks),
             model.config.num_heads,
         )
-        assert each["classes"] == model.config.num_classes and tuple(each["image_size"]) == model.config.img_size
+        assert (
+            each["channels"] == model.config.in_chans
+            and each["classes"] == model.config.num_classes
+            and tuple(each["image_size"]) == model.config.img_size
+        )
     assert [each["gates"] for each in told["models"]] == [True, True, False, False, False, False, True, None]
 
 
@@ -261,9 +271,13 @@ def test_rates_are_those_of_analysis(server: Server, models: dict[str, VisionMod
         told = server.look(id, "e1", gates, what="rates")
         with forced_gates(model, {int(i): {int(k): g for k, g in row.items()} for i, row in gates.items()}):
             rates, certificate = layer_rates(model, image), certify(model, image)
+            slope = orders_of(model, image)["gradient"][0]
         for name, row in told["rates"].items():
             assert row == [None if np.isnan(x) else pytest.approx(x, rel=1e-4, abs=1e-5) for x in rates.mean[name]]
         assert set(told["rates"]) == {"variational", "complete", "coding", "active"} and told["convention"] == rates.convention
+        most = slope.abs().max().item()
+        assert told["gradient"]["map"] == near(slope)
+        assert (told["gradient"]["low"], told["gradient"]["high"]) == pytest.approx((-most, most), rel=1e-4)
         change = [None if each is None else each.total["frozen"].mean for each in certificate.layers]
         assert told["change"] == [x if x is None else pytest.approx(x, rel=1e-3, abs=1e-5) for x in change]
         if any(certificate.layers):
@@ -298,12 +312,12 @@ def test_forced_gates_are_those_of_intervene(server: Server, models: dict[str, V
 def test_heads_switched_off_are_those_of_intervene(
     server: Server, models: dict[str, VisionModel], id: str, tmp_path: Path
 ) -> None:
-    raw = server.ask("GET", "/api/images/e3").body
+    raw = server.ask("GET", "/api/images/e1").body
     with switched_off(models[id], {0: [1], 1: [0, 2]}):
         _, trace, _ = traced(models[id], raw, tmp_path)
-    told = server.look(id, "e3", {"0": {"1": 0}, "1": {"0": 0.0, "2": 0}})
+    told = server.look(id, "e1", {"0": {"1": 0}, "1": {"0": 0.0, "2": 0}})
     assert told["probabilities"] == near(trace.logits[0].softmax(-1))
-    assert told["probabilities"] != server.look(id, "e3")["probabilities"]
+    assert told["probabilities"] != server.look(id, "e1")["probabilities"]
 
 
 def test_what_has_no_gate_is_not_weighed(server: Server) -> None:
@@ -313,7 +327,7 @@ def test_what_has_no_gate_is_not_weighed(server: Server) -> None:
 
 def test_numbers_that_are_none_are_null(server: Server) -> None:
     """A picture of infinities: no picture is, but a network may make them of one."""
-    endless = sessions.Picture("u0", "", 1, 1, b"", {id: torch.full((1, 3, 32, 32), torch.inf) for id in ("m1", "m4")})
+    endless = sessions.Picture("u0", 1, 1, b"", {id: torch.full((1, 3, 32, 32), torch.inf) for id in ("m1", "m4")})
     server.session._uploads["u0"] = endless
     for id in ("m1", "m4"):
         told = server.look(id, "u0")
@@ -331,11 +345,8 @@ def test_seen_is_what_the_network_takes(server: Server, models: dict[str, Vision
         shown = np.asarray(Image.open(io.BytesIO(answer.body)).convert("RGB"))
         side = image.shape[-1]
         assert shown.shape[0] == shown.shape[1] >= 256 and shown.shape[0] % side == 0
-        told = models[id].pretrained_cfg
-        mean, std = (torch.tensor(told[name]).view(-1, 1, 1) for name in ("mean", "std"))
-        pixels = ((image[0] * std + mean) * 255).round().expand(3, -1, -1).permute(1, 2, 0).numpy()
         step = shown.shape[0] // side
-        assert np.abs(shown[step // 2 :: step, step // 2 :: step] - pixels).max() <= 1
+        assert np.array_equal(shown, enlarge(membership.picture(image[0]), step))
 
 
 def test_a_picture_is_shown_no_larger_than_it_needs(server: Server) -> None:
@@ -636,7 +647,7 @@ def test_wrong_ids(server: Server) -> None:
         "/api/images/m0",
         "/api/seen/m9/e0",
         "/api/seen/e0/m0",
-        "/api/seen/m0/e9",
+        "/api/seen/m0/e99",
         "/api/images/e0/e1",
     ):
         assert server.ask("GET", path).status == 404

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from dmst import cli, create_model, objective
 from dmst.analysis.rates import QUANTITIES, layer_rates, rates_at, rates_of
+from dmst.engine.recipe import read_recipe
 from dmst.engine.samples import sample
 from dmst.errors import OptionError, UnknownNameError
 from dmst.models import VisionModel, load_model, save_model
@@ -127,8 +129,28 @@ def test_the_command(tmp_path: Path) -> None:
     assert found[str(tmp_path / "vit")]["input"]["mean"]["variational"] == [None, None]
     drawn = page.read_text()
     assert drawn.count("<svg") >= 8 and "after the block" in drawn and "http://" not in drawn.replace("http://www.w3.org", "")
-    shown = CliRunner().invoke(cli.app, asked).output
-    assert "after the operator" in shown and "c = p/eps²" in shown
+    assert "Side by side" in drawn
+    shown = CliRunner(env={"COLUMNS": "160"}).invoke(cli.app, asked).output  # one table, the networks side by side
+    assert shown.count("layer  ") == 1 and "c = p/eps²" in shown and "every head" in shown
+    rows = [line.split() for line in shown.splitlines() if re.match(r"\s*[01] ", line)]
+    beside = [found[str(tmp_path / name)]["input"]["mean"] for name in ("tost", "vit")]
+    for layer, row in enumerate(rows):
+        told = [mean[name][layer] for mean in beside for name in ("all_heads", "complete", "coding")]
+        assert row == [str(layer), *("-" if x is None else f"{x:.1f}" for x in told)]
+    shown = CliRunner().invoke(cli.app, [*asked[:2], *asked[3:]]).output  # one network in full
+    assert "after the operator" in shown and "side by side" not in shown
+
+
+def test_networks_are_compared_on_the_same_images_or_not_at_all(tmp_path: Path) -> None:
+    """Two runs, each with its own held-out images: their rates would say nothing about the networks."""
+    for share in (0.1, 0.2):
+        save_model(create_model("dmst_digits", depth=1), tmp_path / f"{share}/final")
+        (tmp_path / f"{share}/recipe.toml").write_text(read_recipe("digits", [f"data.holdout={share}"]).to_toml())
+    asked = ["analyze", "rates", str(tmp_path / "0.1"), str(tmp_path / "0.2"), "--device", "cpu"]
+    refused = CliRunner().invoke(cli.app, asked)
+    assert refused.exit_code and "different images" in str(refused.exception) and "--data" in str(refused.exception)
+    assert "digits, 10 % held out" in str(refused.exception)
+    assert CliRunner().invoke(cli.app, [*asked, "--data", "digits", "--limit", "5"]).exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["tost_digits", "vit_digits", "crate_digits"])

@@ -12,8 +12,9 @@ from PIL import Image
 from dmst import create_model
 from dmst.engine.prepare import open_sets
 from dmst.engine.recipe import read_recipe
-from dmst.engine.samples import DRAWN, sample
+from dmst.engine.samples import sample
 from dmst.errors import OptionError
+from dmst.photos import PHOTOS
 
 
 def test_digits_are_at_hand_for_a_network_of_digits() -> None:
@@ -38,11 +39,14 @@ def test_labels_of_other_classes_are_none() -> None:
     assert all(labels is None for _, labels in sample(create_model("dmst_digits", num_classes=7), "digits", limit=40))
 
 
-def test_drawn_pictures_where_nothing_is_at_hand() -> None:
+def test_photographs_where_nothing_is_at_hand() -> None:
+    """Real ones, which ship; of a network of grey images in grey."""
     found = sample(create_model("dmst_cifar"), limit=5)
-    ((images, labels),) = list(found)
-    assert (found.name, images.shape, labels) == ("5 drawn pictures", (5, 3, 32, 32), None)
-    assert sample(create_model("dmst_cifar")).count == DRAWN
+    assert found.name == "the photographs that ship (cat, rocket, astronaut, coffee, photographer)"
+    assert [(images.shape, labels) for images, labels in found] == [((1, 3, 32, 32), None)] * 5
+    assert sample(create_model("dmst_cifar")).titles == PHOTOS
+    ((images, _), *_) = list(sample(create_model("dmst_cifar", in_chans=1)))
+    assert images.shape == (1, 1, 32, 32) and images.std() > 0.1
 
 
 def test_photos(tmp_path: Path) -> None:
@@ -70,7 +74,9 @@ def test_a_run_is_looked_at_by_what_it_was_evaluated_on(tmp_path: Path) -> None:
 
 
 def test_any_shape_and_dtype_that_the_network_has() -> None:
-    ((images, _),) = list(sample(create_model("dmst_cifar", img_size=(32, 64), dtype=torch.float64), limit=3))
-    assert images.shape == (3, 3, 32, 64) and images.dtype == torch.float64
+    ((images, _), *_) = list(sample(create_model("dmst_cifar", img_size=64, dtype=torch.float64), limit=3))
+    assert images.shape == (1, 3, 64, 64) and images.dtype == torch.float64
+    with pytest.raises(OptionError, match="squares only"):
+        sample(create_model("dmst_cifar", img_size=(32, 64)))
     ((images, _),) = list(sample(create_model("dmst_digits", dtype=torch.bfloat16), limit=3))
     assert images.dtype == torch.bfloat16

@@ -85,13 +85,13 @@ def test_the_list_is_in_order_whoever_is_first(tmp_path: Path, monkeypatch: pyte
         scan(images, workers=2)
 
 
-def test_twenty_are_listed_and_all_are_counted(tmp_path: Path) -> None:
-    images = folder_of(tmp_path / "set", 31, dict.fromkeys(range(25), b"no"))
+def test_two_hundred_are_listed_and_all_are_counted(tmp_path: Path) -> None:
+    images = folder_of(tmp_path / "set", 231, dict.fromkeys(range(205), b"no"))
     with pytest.raises(BadImageError) as error:
         scan(images)
     told = str(error.value).splitlines()
-    assert told[0].endswith("25 of 31 images cannot be used:") and told[21] == "  and 5 more"
-    assert "019.png" in told[20] and "020.png" not in str(error.value)
+    assert told[0].endswith("205 of 231 images cannot be used:") and told[201] == "  and 5 more"
+    assert "199.png" in told[200] and "200.png" not in str(error.value)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -319,7 +319,7 @@ class _Streams:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    arguments = ["analyze", "scored", "--limit", "4", "--steps", "2", "--draws", "1", "--test", "deletion"]
+    arguments = ["analyze", "scored", "dmst_digits", "--limit", "4", "--steps", "2", "--draws", "1", "--test", "deletion"]
     run = CliRunner().invoke(app, [*arguments, "--json"])
     assert run.exit_code == 0, run.output
     told = json.loads(run.stdout)

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from dmst import cli, create_model
 from dmst.calibration import calibration
 from dmst.engine import prepare, ship
 from dmst.errors import BadFileError, OptionError
+from dmst.explorer.session import Session
 from dmst.models import load_model, save_model, shipped
 from dmst.operators.orthonormal import is_orthonormal
+from dmst.photos import photo
 from dmst.whole import sealed
 
 LARGEST, ALL = 12_000_000, 30_000_000
@@ -34,7 +37,9 @@ def test_they_answer_as_stored(name: str) -> None:
 @every
 def test_they_are_small_and_have_a_card(name: str) -> None:
     folder = shipped.FOLDER / name
-    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "config.json", "card.md", "answers.safetensors"}
+    assert {path.name for path in folder.iterdir()} == {
+        "model.safetensors", "config.json", "card.md", "answers.safetensors", "measured.json",
+    }  # fmt: skip
     assert (folder / "model.safetensors").stat().st_size <= LARGEST
     model = load_model(folder)
     assert next(model.parameters()).dtype == torch.float16 and model.config.name == name
@@ -59,7 +64,7 @@ def test_create_model_takes_them() -> None:
     other = create_model("dmst_digits", pretrained=True, num_classes=3)
     assert other(stored["images"]).shape == (8, 3) and not other.class_names
     assert torch.equal(other.blocks[0].operator.subspace.weight, model.blocks[0].operator.subspace.weight)
-    with pytest.raises(OptionError, match="weights of dmst_digits are those of another operator"):
+    with pytest.raises(OptionError, match=r"weights of dmst_digits are of another network .* operator 'dmsa' \(here 'tssa'\)"):
         create_model("dmst_digits", pretrained=True, operator="tssa")
     with pytest.raises(OptionError, match=r"no weights ship for dmst_small_patch16_224\. Those that do: .*dmst_digits"):
         create_model("dmst_small", pretrained=True)
@@ -71,7 +76,7 @@ def test_other_bytes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     shutil.copytree(Path(shipped.__file__).parents[1] / "weights/dmst_digits", tmp_path / "dmst_digits")
     shipped.pretrained("dmst_digits")
     shutil.copytree(tmp_path / "dmst_digits", tmp_path / "other")
-    for name in ("card.md", "answers.safetensors"):
+    for name in ("card.md", "answers.safetensors", "measured.json"):
         (tmp_path / "other" / name).unlink()
     model = create_model("dmst_digits")
     save_model(model, tmp_path / "other", overwrite=True)
@@ -101,9 +106,61 @@ def test_other_names_of_classes_and_missing_files_are_refused(tmp_path: Path, mo
 def test_the_stated_accuracy_is_that_of_the_weights() -> None:
     from dmst.data import catalog
 
-    found = ship.measure(shipped.pretrained("dmst_digits"), catalog.open_set("digits", "test"))
-    assert f"top-1 {found.top1:.2%}" in shipped.card("dmst_digits")
-    assert f"error {found.calibration:.4f}" in shipped.card("dmst_digits")
+    found, loss = ship.measure(shipped.pretrained("dmst_digits"), catalog.open_set("digits", "test"))
+    assert f"mean cross-entropy {loss:.4f}" in shipped.card("dmst_digits")
+    stored = shipped.measurement("dmst_digits")
+    assert torch.equal(found.confusion, stored.confusion) and found.error == pytest.approx(stored.error, abs=1e-4)
+
+
+@every
+def test_the_card_says_what_was_measured(name: str) -> None:
+    """The figures, and the right ones of every class."""
+    found, card = shipped.measurement(name), shipped.card(name)
+    assert f"Measured on {found.data} ({found.images:,} images)" in card and f"top-1 {found.top1:.2%}" in card
+    assert f"calibration error {found.error:.4f}" in card and found.right5 >= found.confusion.diagonal().sum()
+    for label, right, of in zip(
+        shipped.pretrained(name).class_names, found.confusion.diagonal(), found.confusion.sum(1), strict=True
+    ):
+        assert f"| {label} | {right} | {of} |" in card
+
+
+@every
+def test_they_load_by_every_documented_way(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """create_model, classify, evaluate, explore, --init-from; timm: test_timm.py."""
+    monkeypatch.setattr("os.fsync", lambda handle: None)
+
+    def dmst(*words: object) -> str:
+        said = CliRunner().invoke(cli.app, [str(word) for word in words], catch_exceptions=False)
+        assert said.exit_code == 0, said.output
+        return said.output
+
+    stored = shipped.answers(name)
+    with torch.no_grad():
+        model = create_model(name, pretrained=True)
+        assert (model(stored["images"]) - stored["logits"]).abs().max() < shipped.NEAR and not model.training
+        small = create_model(name, pretrained=True, num_classes=3, img_size=16, drop_path_rate=0.2)
+        assert small(stored["images"][..., :8, :8].repeat(1, 1, 2, 2)).shape == (8, 3) and not small.class_names
+        assert small.config.drop_path_rate == 0.2 and not small.training
+        assert torch.equal(small.blocks[0].norm.weight, model.blocks[0].norm.weight)
+    classes = model.class_names
+    for i, label in enumerate(classes):
+        for split in ("train", "test"):
+            (tmp_path / split / label).mkdir(parents=True)
+            Image.new("RGB", (8, 8), (20 * i % 256, 0, 0)).save(tmp_path / split / label / "0.png")
+    told = json.loads(dmst("classify", photo("cat"), "--weights", name, "--top", 1, "--json"))
+    assert told["top"][0]["class"] in classes
+    data = "digits" if name == "dmst_digits" else tmp_path  # whose images are grey
+    evaluated = json.loads(dmst("evaluate", name, "--data", data, "--device", "cpu", "--json"))
+    assert evaluated["images"] == (359 if data == "digits" else len(classes)) and set(evaluated["by_class"]) == set(classes)
+    session = Session([name])
+    session.load("m0")
+    looked = session.network("m0").look(session.picture("e0"), {})
+    assert looked["top"][0]["class"] in classes and len(looked["layers"]) == model.config.depth
+    session.close()
+    words = ["--init-from", name, "--epochs", 1, "--batch", 4, "--set", "data.limit=4", "--no-report", "--quiet"]
+    dmst("train", "--data", data, "--out", tmp_path / "run", "--device", "cpu", *words)
+    tuned = load_model(tmp_path / "run/final")
+    assert tuned.config.operator == model.config.operator and tuned.class_names == tuple(sorted(classes))
 
 
 def test_calibration_by_hand() -> None:

@@ -300,9 +300,9 @@ def test_weights_to_start_from(tmp_path: Path) -> None:
         assert torch.equal(x, wanted[name]) if not name.startswith("head.") else x.shape[0] == 3, name
     assert torch.equal(prepare.build_model(recipe, "0123456789").head.weight, source.head.weight)
     assert go(recipe, tmp_path / "run").journal[0]["classes"] == ["across", "block", "down"]
-    with pytest.raises(OptionError, match=r"holds another network than dmst_cifar: depth 1 \(here 2\)"):
+    with pytest.raises(OptionError, match=r"dmst_cifar cannot start from .* another network: depth 1 \(here 2\)"):
         prepare.build_model(on_pictures(data, *RANDOM, start, "model.options.depth=2"), "abc")
-    with pytest.raises(OptionError, match=r"holds another network .*: operator_options \{'mode': 'proximal'\} \(here \{\}\)"):
+    with pytest.raises(OptionError, match=r"another network: operator_options \{'mode': 'proximal'\} \(here \{\}\)"):
         prepare.build_model(on_pictures(data, start), "abc")
 
 

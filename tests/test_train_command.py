@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
-from dmst import cli
+from dmst import cli, create_model
+from dmst.engine import summary
+from dmst.engine.prepare import build_model, open_sets, settings_of, view_of
 from dmst.engine.recipe import from_toml, list_recipes, read_recipe
 from dmst.models import load_model
 from tests.runs import pictures
@@ -71,7 +75,18 @@ def test_from_a_folder_of_images_to_a_model(dmst: Command, data: Path, tmp_path:
     learns = {"schedule.epochs": 12, "optim.lr": 0.01, "augment.resized_crop": 0.0}
     words = ["--data", data, "--model", "dmst_cifar", "--out", run]
     assert dmst.train(*words, settings=learns) == 0, dmst.err
-    assert "dmst_cifar (" in dmst.out and "on shapes: 60 images, 36 steps, float32 on CPU" in dmst.out and not dmst.err
+    block = dmst.out.partition("\nstep 1 ")[0]
+    for name, told in {
+        "network": "dmst_cifar (dmsa), 5,527 parameters",
+        "starts from": "random weights",
+        "images": "32 x 32 pixels, as they are",
+        "classes": "3: across 20, block 20, down 20",
+        "split": "60 images to learn from, 15 to check with (the test images)",
+        "device": "CPU, ",
+        "time": "12 epochs of 3 steps, 16 images each",
+    }.items():
+        assert re.search(rf"^{name} +.*{re.escape(told)}", block, re.MULTILINE), (name, block)
+    assert "about " in block and "top-5" not in dmst.out and not dmst.err  # of three classes every answer is among five
     assert f"dmst.load_model('{run}/final')" in dmst.out and f"The report is {run}/report.html" in dmst.out
     assert (run / "report.html").read_text().lower().startswith("<!doctype html>")
     recipe = from_toml((run / "recipe.toml").read_text(), "")
@@ -101,7 +116,8 @@ def test_from_a_folder_of_images_to_a_model(dmst: Command, data: Path, tmp_path:
         told["top1"] == top1 and told["images"] == 15 and sum(right for right, _ in told["by_class"].values()) == told["right"]
     )
     assert dmst("evaluate", run / "final", "--data", data, "--batch-size", 4, "--device", "cpu") == 0
-    assert "shapes test: 15 images" in dmst.out and f"top-1 {top1:.2%} ({told['right']})" in dmst.out and "across" in dmst.out
+    assert f"shapes test: {told['right']} of 15 images right" in dmst.out and "across" in dmst.out
+    assert f"top-1 {top1:.2%}, loss" in dmst.out and "top-5" not in dmst.out
     assert dmst("evaluate", run, "--data", data, "--split", "train", "--workers", 0, "--device", "cpu", "--json") == 0
     assert json.loads(dmst.out)["images"] == 60
 
@@ -124,14 +140,85 @@ def test_from_a_folder_of_images_to_a_model(dmst: Command, data: Path, tmp_path:
 
 
 def test_a_folder_without_test_images_is_divided(dmst: Command, data: Path, tmp_path: Path) -> None:
-    assert dmst.train("--data", data / "train", "--model", "dmst_cifar", "--out", tmp_path / "run", "--no-report") == 0, (
-        dmst.err
+    """And the run can be asked about what it held out, without saying again what that is."""
+    words = ["--data", data / "train", "--model", "dmst_cifar", "--out", tmp_path / "run"]
+    assert dmst.train(*words) == 0, dmst.err
+    assert (
+        "48 images to learn from, 12 to check with (20 % held out)" in dmst.out and "of train, 20 % held out right" in dmst.out
     )
-    assert "without 0.2 of train: 48 images" in dmst.out and "on 12 images (holdout)" in dmst.out
+    assert "train, 20 % held out" in (tmp_path / "run/report.html").read_text()
+    right = json.loads((tmp_path / "run/journal.jsonl").read_text().splitlines()[-1])["ema"]["right"]
+    assert dmst("evaluate", tmp_path / "run", "--device", "cpu") == 0, dmst.err
+    assert f"train, 20 % held out: {right} of 12 images right" in dmst.out
+    assert dmst("evaluate", tmp_path / "run/final", "--device", "cpu") == 1 and "--data FOLDER" in dmst.err  # no run
 
 
-def damage(data: Path) -> None:
-    path = data / "train/down/003.png"
+def test_plain_options_and_a_short_schedule(dmst: Command, data: Path, tmp_path: Path) -> None:
+    """The warm-up of the recipe takes 3 of 30 epochs: of one epoch it takes a tenth. Set by hand it stays."""
+    small = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    words = ["train", "--data", data, "--model", "dmst_cifar", "--device", "cpu", "--no-report", "--quiet", *small]
+    plain = ["--epochs", 1, "--batch", 10, "--size", 16, "--lr", 0.002]
+    assert dmst(*words, *plain, "--out", tmp_path / "run") == 0, dmst.err
+    recipe = from_toml((tmp_path / "run/recipe.toml").read_text(), "")
+    assert (recipe.schedule.epochs, recipe.run.batch_size, recipe.data.image_size, recipe.optim.lr) == (1, 10, 16, 0.002)
+    assert recipe.schedule.warmup_epochs == 0.1
+    assert load_model(tmp_path / "run/final").config.img_size == (16, 16)
+    assert read_recipe("finetune", ["schedule.epochs=2"]).schedule.warmup_epochs == 0.2
+    assert read_recipe("finetune", ["schedule.epochs=20"]).schedule.warmup_epochs == 3  # as the recipe has it
+    assert dmst(*words, "--epochs", 1, "--set", "schedule.warmup_epochs=2", "--out", tmp_path / "other") == 1
+    assert "the warm-up must end before the run does" in dmst.err
+
+
+def test_without_out_a_run_is_in_runs(dmst: Command, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert dmst.train("--data", data, "--model", "dmst_cifar", "--no-report", settings={"schedule.epochs": 1}) == 0, dmst.err
+    assert (tmp_path / "runs/shapes/final/config.json").is_file()
+
+
+MISFITS = {
+    "tost_cifar10": "operator 'dmsa' (here 'tssa')",
+    "dmst_tiny": "depth 9 (here 12)",
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_weights_of_another_network_are_refused(name: str, dmst: Command, data: Path, tmp_path: Path) -> None:
+    """Never trained under a wrong name; the names that fit are told."""
+    out = tmp_path / "out"
+    for words in (["--data", data], ["finetune", "--data", data]):
+        assert dmst("train", *words, "--model", name, "--init-from", "dmst_cifar100", "--out", out, "--device", "cpu") == 1
+        assert MISFITS[name] in dmst.err and "The network of these weights is dmst_cifar10 or dmst_cifar100." in dmst.err
+    assert not (out / "final").exists()
+
+
+def test_a_long_run_on_a_cpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "seconds_per_image", lambda model, view: 0.5)
+    sets = open_sets(read_recipe("digits"))
+    model = create_model("dmst_digits")
+    view = view_of(model)._replace(size=64)
+    for size, wanted in ((64, "Shorter: --epochs 4, or --size 32"), (32, "Shorter: --epochs 4, or fewer images")):
+        told = summary.summary(model, sets, view._replace(size=size), read_recipe("digits"), torch.device("cpu"), 352, 0)
+        assert "about 3.4 hours: 16 epochs of 22 steps, 64 images each" in told and wanted in told
+    assert [summary.in_words(x) for x in (0.3, 50, 130, 3500, 40000)] == [
+        "1 second", "50 seconds", "2 minutes", "1.0 hours", "11 hours",
+    ]  # fmt: skip
+
+
+def test_fine_tuning_recommends_a_larger_size_for_larger_photos(data: Path, tmp_path: Path) -> None:
+    large = pictures(tmp_path / "large", each=4, size=96, tests=2)
+    for folder, advised in ((data, False), (large, True)):
+        recipe = read_recipe("finetune", settings_of(str(folder), None, None, None))
+        assert recipe.model.init_from == "dmst_cifar100"
+        sets = open_sets(recipe)
+        model = build_model(recipe, sets.train.classes, sets.channels)
+        told = summary.summary(model, sets, view_of(model), recipe, torch.device("cpu"), 30, 0)
+        assert ("--size 64" in told) is advised, told
+        assert "the weights of dmst_cifar100, which ships with this package (78.93% right on cifar100 test" in told
+    assert "from about 96 x 96: the shorter side is scaled to 32, the middle is kept" in told
+
+
+def damage(data: Path, name: str = "train/down/003.png") -> None:
+    path = data / name
     path.write_bytes(path.read_bytes()[:60])
 
 
@@ -144,10 +231,22 @@ def test_a_bad_image(dmst: Command, data: Path, tmp_path: Path) -> None:
         assert "1 of 60 images cannot be used" in dmst.err and f"{data}/train/down/003.png: it cannot be decoded" in dmst.err
         assert not (tmp_path / "run/final").exists() and not dmst.out
     assert dmst.train(*words, "--on-bad-image=skip") == 0, dmst.err
-    assert "on shapes: 59 images" in dmst.out
-    assert f"Left out, for they could not be read (1): {data}/train/down/003.png" in dmst.out
+    assert "59 images to learn from" in dmst.out
+    assert f"1 image could not be read and did not count: {data}/train/down/003.png" in dmst.out
     start = json.loads((tmp_path / "run/journal.jsonl").read_text().splitlines()[0])
     assert start["bad_images"] == [f"{data}/train/down/003.png"] and start["train_images"] == 59
+
+
+def test_all_bad_images_are_listed_at_once(dmst: Command, data: Path, tmp_path: Path) -> None:
+    """Those that would be held out, or that are for testing, too."""
+    for split in ("train", "test"):
+        damage(data, f"{split}/down/003.png")
+    assert dmst.train("--data", data, "--model", "dmst_cifar", "--out", tmp_path / "run") == 1
+    assert all(f"{data}/{split}/down/003.png: it cannot be decoded" in dmst.err for split in ("train", "test"))
+    for path in (data / "train").rglob("*.png"):
+        damage(path.parent, path.name)
+    assert dmst.train("--data", data / "train", "--model", "dmst_cifar", "--out", tmp_path / "held") == 1
+    assert dmst.err.count("it cannot be decoded") == 60
 
 
 def empty_a_class(data: Path) -> None:
@@ -161,6 +260,12 @@ def one_class_more(data: Path) -> None:
 
 def one_class_less(data: Path) -> None:
     shutil.rmtree(data / "test/down")
+
+
+def one_class(data: Path) -> None:
+    for split in ("train", "test"):
+        for name in ("down", "block"):
+            shutil.rmtree(data / split / name)
 
 
 def nothing(data: Path) -> None:
@@ -184,7 +289,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "an empty folder": (no_images, FOLDER, "{data} holds no class folders"),
     "no folder": (nothing, ["--data", "{data}s", "--model", "dmst_cifar", "--out", "{out}"], "not a folder either: '{data}s'"),
     "images of two sizes": (one_pixel_more, FOLDER, "{data}/train/down/003.png has shape (32, 33, 3)"),
-    "no network": (nothing, ["--data", "{data}", "--out", "{out}"], "--data alone does not say what to train"),
+    "one class": (one_class, FOLDER, "shapes train has one class, 'across': a network learns to tell classes apart"),
     "an unknown network": (
         nothing,
         ["--data", "{data}", "--model", "dmst_cifra", "--out", "{out}"],

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from dmst import cli, create_model, save_model
-from dmst.analysis.answers import Answers, answers, calibration, confusion
+from dmst.analysis.answers import Answers, answers, counted
 from dmst.analysis.weights_report import pick, write_weights_report
 from dmst.engine.prepare import read_weights
 from dmst.engine.samples import sample
@@ -33,7 +33,7 @@ def test_answers_are_the_models(found: Answers) -> None:
     assert torch.allclose(found.sure, trace.logits.double().softmax(-1).amax(-1), atol=1e-6)
     assert all(torch.allclose(a, b.parts.gate, atol=1e-6) for a, b in zip(found.gates, trace.layers, strict=True))
     assert found.right.double().mean().item() == pytest.approx(358 / 359) and found.labelled  # as its card says
-    counts = confusion(found, 10)
+    counts = counted(found, "digits", 10).confusion
     assert counts.sum() == 359 and counts.trace() == 358 and torch.equal(counts.sum(1), labels.bincount())
     assert torch.equal(pick(looked, [5, 2]), images[[5, 2]])
 
@@ -41,7 +41,7 @@ def test_answers_are_the_models(found: Answers) -> None:
 def test_calibration_by_hand() -> None:
     sure = torch.tensor([0.5, 0.5, 0.9, 0.9], dtype=torch.float64)
     labels, says = torch.tensor([0, 1, 1, 1]), torch.tensor([0, 0, 1, 1])
-    error, bins = calibration(Answers(says, sure, labels, says == labels, []))
+    _, _, _, error, bins = counted(Answers(says, sure, labels, says == labels, []), "four", 2)
     assert error == pytest.approx(0.5 * 0.0 + 0.5 * 0.1) and [b.share for b in bins] == [0.5, 0.5]
     assert [b.right for b in bins] == [0.5, 1.0]
 
@@ -49,7 +49,7 @@ def test_calibration_by_hand() -> None:
 def test_the_page(tmp_path: Path) -> None:
     """Of a network with a gate, of one without memberships, and of images without labels."""
     for name, wanted, missing in (
-        ("dmst_digits", ("Which heads a class uses", "Layer 0 ", "head&nbsp;0", "How sure it is"), "Surest</h3>"),
+        ("dmst_digits", ("Which heads a class uses", "Layer 0 ", "head&nbsp;0", "as sure as it is right"), "Surest</h3>"),
         ("vit_digits", ("no rate to certify", "What is taken for what"), "Which heads"),
     ):
         model = create_model(name, depth=2)
@@ -59,12 +59,12 @@ def test_the_page(tmp_path: Path) -> None:
         assert "&lt;mine&gt;" in page and "<mine>" not in page and not re.search(r'(src|href)="(?!data:|#)', page)
     model = create_model("dmst_cifar", depth=2, num_classes=3)
     looked = sample(model, limit=4)
-    page = write_weights_report(tmp_path / "drawn.html", model, looked, looked.name, weights="mine").read_text()
-    assert "Surest</h3>" in page and "How sure it is" not in page and "4 drawn pictures" in page
+    page = write_weights_report(tmp_path / "photos.html", model, looked, looked.name, weights="mine").read_text()
+    assert "Surest</h3>" in page and "as sure as it is right" not in page and "the photographs that ship" in page
     with pytest.raises(OptionError, match="no images"):
         answers(model, [])
     with pytest.raises(OptionError, match="no labels"):
-        calibration(answers(model, looked))
+        counted(answers(model, looked), "photos", 3)
 
 
 def test_many_classes(tmp_path: Path) -> None:
@@ -84,6 +84,18 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "30 of 359 images by hash" in (tmp_path / "mine-report.html").read_text()
 
 
+def test_weights_that_ship_show_what_is_known_of_them(tmp_path: Path) -> None:
+    """Without any data: accuracy, confusion and calibration as measured on all test images, layers on real photographs."""
+    out = tmp_path / "page.html"
+    said = CliRunner().invoke(cli.app, ["report", "--out", str(out), "--device", "cpu"])
+    assert said.exit_code == 0, said.output
+    page = out.read_text()
+    assert "95.24%" in page and "right, of 10,000 images" in page and "measured on cifar10 test" in page
+    assert "884 of 1,000" in page and "What is taken for what" in page and "as sure as it is right" in page  # cats
+    assert "no class for these: rocket, astronaut, coffee, photographer, galaxies" in page
+    assert "the network says cat, 94% sure" in page and "<b>cat</b>" not in page
+
+
 def test_a_run_has_its_curves_too(tmp_path: Path) -> None:
     small = ["--set", "schedule.epochs=2", "--set", "model.options.depth=1", "--set", "data.limit=96", "--no-report", "--quiet"]
     small += ["--set", "data.holdout=0.2"]  # the page is about these, not about the test images
@@ -94,4 +106,4 @@ def test_a_run_has_its_curves_too(tmp_path: Path) -> None:
     assert said.exit_code == 0, said.output
     page = out.read_text()
     assert "40 of 28" in page and "digits test" not in page
-    assert page.index("Learning") < page.index("The surest answers") < page.index("How this was made</h2>")
+    assert page.index("Learning") < page.index("Answers</h2>") < page.index("How this was made</h2>")

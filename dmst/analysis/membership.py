@@ -2,8 +2,10 @@
 
 maps(trace, layer)          (b, k, rows, columns): membership of every patch in every subspace
 attention_received(...)     (b, k, n): of layers that have rows of attention instead, how much each patch is looked at
+gradient_map(model, images) (b, rows, columns): how much each patch moves the score of the answer, for any network
+ends(values, what)          the numbers that the first and the last colour stand for
 colour(values, low, high)   numbers to colours: dark blue (low) over grey to yellow (high), readable in grey and by everyone
-overlay(image, map)         the map over the image it belongs to
+overlay(image, map)         the map over its image in grey, one square per patch; the page of `dmst explore` draws the same
 sheet(trace, images)        images down, heads across: one picture
 layers_sheet(trace, image)  layers down, heads across: one picture of one image
 gate_by_class(gates, labels)
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmst.errors import OptionError
-from dmst.models import LayerTrace, Trace
+from dmst.models import LayerTrace, Trace, VisionModel
 
 Pixels = NDArray[np.uint8]  # (h, w, 3)
 
@@ -36,6 +38,7 @@ RAMP = np.array(
 )  # fmt: skip
 
 MISSING = (204, 121, 167)  # a number that is not there: none of the ramp's colours
+LUMA = np.array([0.299, 0.587, 0.114])  # how bright red, green and blue look
 
 
 def maps(trace: Trace, layer: int = -1) -> Tensor:
@@ -53,6 +56,15 @@ def attention_received(trace: Trace, layer: int = -1) -> Tensor | None:
     if attention is None or attention.shape[-1] != trace.prefix + rows * columns:  # XCA's rows are channels
         return None
     return (attention[:, :, 0] if trace.prefix else attention.mean(-2))[..., trace.prefix :]
+
+
+def gradient_map(model: VisionModel, images: Tensor) -> Tensor:
+    """(b, rows, columns): gradient of the score (logit) of the likeliest class, times the input, mean over each patch."""
+    with torch.enable_grad():
+        pixels = images.detach().clone().requires_grad_()
+        logits = model(pixels)
+        slope = torch.autograd.grad(logits.gather(1, logits.argmax(-1, keepdim=True)).sum(), pixels)[0]
+    return F.avg_pool2d((slope * images).sum(1, keepdim=True), model.config.patch_size)[:, 0]
 
 
 def drawn(trace: Trace, layer: int = -1) -> tuple[str, Tensor]:
@@ -76,6 +88,18 @@ def gate_by_class(gates: Tensor, labels: Tensor, classes: int) -> Tensor:
     return total / torch.bincount(labels, minlength=classes).unsqueeze(-1)
 
 
+def ends(values: Tensor, what: str = "membership") -> tuple[float, float]:
+    """What the first and the last colour of a map stand for: a membership 0 and 1, whatever the layer has of them (more where
+    it is above 1); a gradient its largest size below and above 0; attention 0 and its largest."""
+    seen = values[values.isfinite()]
+    low, high = (seen.min().item(), seen.max().item()) if seen.numel() else (0.0, 1.0)
+    if what == "gradient":
+        most = max(-low, high) or 1.0
+        return -most, most
+    least, most = min(0.0, low), max(high, 1.0) if what == "membership" else high
+    return least, most if most > least else least + 1
+
+
 def colour(values: Tensor, low: float = 0.0, high: float = 1.0) -> Pixels:
     """(h, w) numbers to (h, w, 3) colours; `low` and `high` are the ends of the ramp."""
     missing = values.isnan().numpy()
@@ -93,8 +117,8 @@ def picture(image: Tensor) -> Pixels:
     seen = image[image.isfinite()]
     low, high = (seen.min(), seen.max()) if seen.numel() else (torch.zeros(()), torch.ones(()))
     image = image.nan_to_num(low.item(), high.item(), low.item())
-    grey = ((image - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
-    return grey.expand(3, -1, -1).permute(1, 2, 0).numpy() if image.shape[0] == 1 else grey[:3].permute(1, 2, 0).numpy()
+    pixels = ((image - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
+    return pixels.expand(3, -1, -1).permute(1, 2, 0).numpy()
 
 
 def enlarge(pixels: Pixels, factor: int) -> Pixels:
@@ -103,19 +127,25 @@ def enlarge(pixels: Pixels, factor: int) -> Pixels:
 
 
 def overlay(image: Pixels, values: Tensor, low: float = 0.0, high: float = 1.0, strength: float = 0.6) -> Pixels:
-    """A map (rows, columns), stretched bilinearly over the image it belongs to."""
+    """A map (rows, columns), each number a square over its patch; the image below is grey, so that all colour is the map's."""
     height, width = image.shape[:2]
-    full = F.interpolate(values[None, None].double(), (height, width), mode="bilinear", align_corners=False)[0, 0]
-    mixed = (1 - strength) * image.astype(np.float64) + strength * colour(full, low, high)
-    return np.round(mixed).astype(np.uint8)
+    rows, columns = values.shape
+    squares = colour(values.detach().cpu(), low, high)[np.arange(height) * rows // height][
+        :, np.arange(width) * columns // width
+    ]
+    return np.round((1 - strength) * grey(image) + strength * squares).astype(np.uint8)
 
 
-def sheet(trace: Trace, images: Tensor, layer: int = -1, *, size: int = 160, low: float = 0.0, high: float = 1.0) -> Pixels:
+def grey(pixels: Pixels) -> Pixels:
+    return np.round(pixels @ LUMA).astype(np.uint8)[..., None].repeat(3, -1)
+
+
+def sheet(trace: Trace, images: Tensor, layer: int = -1, *, gradients: Tensor | None = None, size: int = 160) -> Pixels:
     """One picture: images down; the image and then every head across, its memberships laid over the image, its gate under it.
 
-    `size` is the longer side of a tile in pixels; `low` and `high` are the ends of the colours. A head that is silent for an
-    image (gate exactly 0) is left as the faint image alone. Takes the first images of the trace, or all of them. Layers with
-    rows of attention show what the patches receive, each tile from 0 to its own largest, which is written under it.
+    `size` is the longer side of a tile in pixels. A head that is silent for an image (gate exactly 0) is left as the faint
+    image alone. Takes the first images of the trace, or all of them. Layers with rows of attention show what the patches
+    receive; a head's largest is written under it. With `gradients`, of `gradient_map`, there is one more tile at the end.
     """
     (what, values), gate = drawn(trace, layer), trace.layers[layer].parts.gate
     if images.ndim != 4 or not 1 <= len(images) <= len(values):
@@ -126,21 +156,17 @@ def sheet(trace: Trace, images: Tensor, layer: int = -1, *, size: int = 160, low
     words: list[list[str]] = []
     for i, image in enumerate(images):
         plain = fit(picture(image), size)
-        tiles, told = _heads(plain, what, values[i], None if gate is None else gate[i], low, high)
+        tiles, told = _heads(plain, what, values[i], None if gate is None else gate[i])
         rows.append([plain, *tiles])
         words.append(["image", *told])
+        if gradients is not None:
+            rows[-1].append(overlay(plain, gradients[i], *ends(gradients[i], "gradient")))
+            words[-1].append("gradient")
     return lay_out(rows, words)
 
 
 def layers_sheet(
-    trace: Trace,
-    image: Tensor,
-    index: int = 0,
-    *,
-    layers: Sequence[int] | None = None,
-    size: int = 160,
-    low: float = 0.0,
-    high: float = 1.0,
+    trace: Trace, image: Tensor, index: int = 0, *, layers: Sequence[int] | None = None, size: int = 160
 ) -> Pixels:
     """One picture of one image (c, h, w), number `index` of the trace: layers (all, or `layers`) down, heads across."""
     if image.ndim != 3 or not 0 <= index < len(trace.logits):
@@ -152,25 +178,23 @@ def layers_sheet(
     words: list[list[str]] = []
     for number in range(len(trace.layers)) if layers is None else layers:
         (what, values), gate = drawn(trace, number), layer_of(trace, number).parts.gate
-        tiles, told = _heads(plain, what, values[index], None if gate is None else gate[index], low, high)
+        tiles, told = _heads(plain, what, values[index], None if gate is None else gate[index])
         rows.append([plain, *tiles])
         words.append([f"layer {number % len(trace.layers)}", *told])
     return lay_out(rows, words)
 
 
-def _heads(
-    plain: Pixels, what: str, values: Tensor, gate: Tensor | None, low: float, high: float
-) -> tuple[list[Pixels], list[str]]:
+def _heads(plain: Pixels, what: str, values: Tensor, gate: Tensor | None) -> tuple[list[Pixels], list[str]]:
     """The tiles of the heads of one layer for one image, values (k, rows, columns), and the words under them."""
-    if what != "membership":
-        most = values.amax((1, 2)).tolist()
-        tiles = [overlay(plain, each, 0.0, highest) for each, highest in zip(values, most, strict=True)]
-        return tiles, [f"head {k}: looked at, to {highest:.2g}" for k, highest in enumerate(most)]
+    low, high = ends(values, what)
     tiles, words = [], []
     for k, each in enumerate(values):
         g = None if gate is None else gate[k].item()
         tiles.append(_faint(plain) if g == 0 else overlay(plain, each, low, high))
-        words.append(f"head {k}" if g is None else f"head {k}: silent" if g == 0 else f"head {k}: gate {g:.2f}")
+        if what == "membership":
+            words.append(f"head {k}" if g is None else f"head {k}: silent" if g == 0 else f"head {k}: gate {g:.2f}")
+        else:
+            words.append(f"head {k}: looked at, to {each.max():.2g}")
     return tiles, words
 
 
@@ -199,10 +223,11 @@ def lay_out(rows: Sequence[Sequence[Pixels]], words: Sequence[Sequence[str]] = (
 
 
 def _faint(pixels: Pixels) -> Pixels:
-    return np.round(255 - 0.3 * (255 - pixels.mean(-1, keepdims=True).repeat(3, -1))).astype(np.uint8)
+    return np.round(255 - 0.3 * (255.0 - grey(pixels))).astype(np.uint8)
 
 
-def png(pixels: Pixels) -> bytes:
+def png(pixels: Pixels, level: int = 9) -> bytes:
+    """1 is quickest, 9 smallest."""
     out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG", optimize=True)
+    Image.fromarray(pixels).save(out, "PNG", compress_level=level)
     return out.getvalue()

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmst.analysis.intervals import Interval, bootstrap
-from dmst.analysis.membership import attention_received, layer_of
+from dmst.analysis.membership import attention_received, gradient_map, layer_of
 from dmst.analysis.probes import only_looking
 from dmst.errors import OptionError, choose
 from dmst.models import Trace, VisionModel
@@ -48,14 +48,9 @@ Answer = Callable[[Tensor], Tensor]  # images (b, c, h, w) -> logits (b, classes
 
 def orders_of(model: VisionModel, images: Tensor, layer: int = -1) -> dict[str, Tensor]:
     """How important each patch is, (b, n), by everything that this network computes of it; without random."""
-    with torch.enable_grad():
-        pixels = images.detach().clone().requires_grad_()
-        logits = model(pixels)
-        slope = torch.autograd.grad(logits.gather(1, logits.argmax(-1, keepdim=True)).sum(), pixels)[0]
     with torch.no_grad():
         found = patch_orders(model.trace(images), layer)
-        by_patch = F.avg_pool2d((slope * images).sum(1, keepdim=True), model.config.patch_size)
-    return found | {"gradient": by_patch.flatten(1)}
+    return found | {"gradient": gradient_map(model, images).flatten(1)}
 
 
 def patch_orders(trace: Trace, layer: int = -1) -> dict[str, Tensor]:

@@ -17,7 +17,12 @@ def classify(
         "dmst_cifar10", help="A network that ships (`dmst models --shipped`), a saved model, or a finished run."
     ),
     top: int = typer.Option(5, min=1, help="How many classes to tell."),
-    maps: str = typer.Option(None, metavar="DIR", help="Write a picture a photo: the memberships of every head, laid over it."),
+    maps: str = typer.Option(
+        None,
+        metavar="DIR",
+        help="Write one picture per photo: the map of every head laid over it, and last the gradient: yellow patches raise the "
+        "score of the likeliest class, dark blue ones lower it.",
+    ),
     layer: int = typer.Option(-1, help="The layer of --maps, from 0; -1 is the last."),
     unverified: bool = typer.Option(False, help="Take weights without hashes, such as timm writes."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object a line."),
@@ -33,7 +38,7 @@ def classify(
 
     A file that cannot be read is told of, and the others are classified; the exit status is then 1.
     """
-    from dmst.analysis.membership import png, sheet
+    from dmst.analysis.membership import gradient_map, png, sheet
     from dmst.engine.classify import classify as answers
     from dmst.engine.classify import photos_in
     from dmst.engine.distributed import joined
@@ -51,7 +56,7 @@ def classify(
                 told["problem"] = answer.problem
             elif maps is not None:
                 assert answer.trace is not None and answer.image is not None
-                picture = png(sheet(answer.trace, answer.image, layer))
+                picture = png(sheet(answer.trace, answer.image, layer, gradients=gradient_map(model, answer.image)))
                 told["maps"] = str(write_bytes(Path(maps) / pictures[answer.path], picture))
             typer.echo(json.dumps(told, ensure_ascii=False) if as_json else _line(told))
     if failed:

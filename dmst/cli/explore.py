@@ -18,9 +18,9 @@ def explore(
     no_open: bool = typer.Option(False, "--no-open", help="Do not open the browser."),
     device: str = typer.Option("cpu", help="cpu, cuda or cuda:N."),
 ) -> None:
-    """Open a page in the browser: see what networks make of a picture.
+    """Open a page in the browser: see what networks compute for a picture.
 
-    Give it a picture, look inside, switch heads off.
+    Choose a picture, look inside, switch heads off.
 
     dmst explore
 

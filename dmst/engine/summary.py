@@ -27,6 +27,7 @@ HOUR = 3600.0
 SHOWN = 12  # classes that are named
 TIMED = 8  # images of the step that is timed on a CPU
 LOOKED_AT = 9  # images whose size is looked at
+BY_SIZE = {32: "87.7 %", 64: "90.1 %"}  # results/finetune.md
 
 
 def summary(model: VisionModel, sets: Sets, view: View, recipe: Recipe, device: torch.device, steps: int, done: int) -> str:
@@ -67,15 +68,12 @@ def _images(images: ImageSet, view: View, recipe: Recipe) -> str:
         how = f"from about {width} x {height}: the shorter side is scaled to {scaled}, the middle is kept"
     crop = "; in training a random part of each" if recipe.augment.resized_crop else ""
     told = f"{view.size} x {view.size} pixels, {how}{crop}"
-    if recipe.model.init_from and min(height, width) >= 2 * view.size and view.size <= 32:
+    if recipe.model.init_from and view.size <= 32 and min(height, width) >= 2 * view.size:
         told += (
-            f"\nThese images are larger. --size {2 * view.size} shows the network more of them, and is often better"
-            f"\n(4 cat and dog breeds: {MEASURED[0]} right at 32, {MEASURED[1]} at 64); a step takes about 4 times as long."
+            f"\nThese images are larger: --size {2 * view.size} shows the network more of them, in 4 times the time."
+            f"\nOn four breeds of cats and dogs {BY_SIZE[32]} were right at 32 pixels, {BY_SIZE[64]} at 64."
         )
     return told
-
-
-MEASURED = ("74 %", "86.5 %")
 
 
 def _classes(images: ImageSet) -> str:

@@ -440,7 +440,8 @@ class _Loop:
             self.watch.say(f"{self.sets.eval}: {score.words} of {score.images:,} images")
         if bad := self.sets.bad_images:
             more = f" and {len(bad) - LISTED:,} more (all are in {journal.NAME})" if len(bad) > LISTED else ""
-            self.watch.say(f"Left out, for they could not be read ({len(bad):,}): {', '.join(bad[:LISTED])}{more}")
+            count = "1 image" if len(bad) == 1 else f"{len(bad):,} images"
+            self.watch.say(f"{count} could not be read and did not count: {', '.join(bad[:LISTED])}{more}")
         self.watch.say(f"The model is {self.folder.path / FINAL}: dmst.load_model({str(self.folder.path / FINAL)!r})")
         events = list(journal.read(self.folder.path / journal.NAME)) if self.group.main else []
         sample = self._sample(SAMPLE) if self.group.main and self.eval_stream is not None else None

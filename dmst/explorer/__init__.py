@@ -2,5 +2,5 @@
 
 server.py    routes, limits, headers          session.py   networks and pictures, what is asked of them
 view.py      a trace as JSON                  decoding.py  bytes to pixels, in a child without torch
-examples.py  pictures by formulas             keep.py      the present view as one file          static/  the page
+examples.py  pictures to begin with           keep.py      the present view as one file          static/  the page
 """

@@ -33,7 +33,7 @@ HEADERS = {
     "x-frame-options": "DENY",
 }
 HOST = re.compile(r"(?P<name>\[[0-9a-f:.]{2,45}\]|[a-z0-9_.-]{1,253})(:[0-9]{1,5})?")
-BROKEN = "something went wrong here; the terminal says what"
+BROKEN = "something went wrong; the terminal shows the error"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EVERYWHERE = ("0.0.0.0", "::", "")
 
@@ -81,9 +81,9 @@ class Guard:
             found.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
         hosts, origins = found.get("host", []), found.get("origin", [])
         if len(hosts) != 1 or not self.knows(hosts[0]):
-            return "this server does not go by that name: use the link that the terminal shows"
+            return "this server has another name: use the link that the terminal shows"
         if any(origin.lower() != f"http://{hosts[0].lower()}" for origin in origins):
-            return "pages of other sites may not ask here"
+            return "pages of other sites may not use this server"
         if scope["method"] not in ("GET", "HEAD") and found.get("x-dmst") != ["1"]:
             return "the header X-Dmst: 1 is missing"
         given = found.get("x-dmst-token", [""])[0].encode("latin-1")
@@ -106,7 +106,7 @@ def _is_address(name: str) -> bool:
 
 def unreadable() -> bytes:
     """The answer to what is no HTTP: the server sends it alone, without the application."""
-    body = json.dumps({"error": "this is no HTTP request"})
+    body = json.dumps({"error": "this is not an HTTP request"})
     lines = ["HTTP/1.1 400 Bad Request", "content-type: application/json", f"content-length: {len(body)}", "connection: close"]
     return "\r\n".join([*lines, *(f"{name}: {value}" for name, value in HEADERS.items()), "", body]).encode()
 

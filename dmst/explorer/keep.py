@@ -39,7 +39,7 @@ def page(start: Mapping[str, Any], views: Sequence[Mapping[str, Any]], state: Ma
     html = _text("index.html")
     for old, new in (
         ('<meta charset="utf-8">', f'<meta charset="utf-8">\n  <meta http-equiv="Content-Security-Policy" content="{policy}">'),
-        ("<title>dmst explore</title>", "<title>dmst explore: a kept view</title>"),
+        ("<title>dmst explore</title>", "<title>dmst explore: a saved view</title>"),
         (STYLE, f"<style>{style}</style>"),
         (f"  {SCRIPT}\n", ""),
         ("</body>", f'<script type="application/json" id="kept">{as_data(told)}</script>\n<script>{script}</script>\n</body>'),

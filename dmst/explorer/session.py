@@ -23,15 +23,17 @@ import torch
 from torch import Tensor
 
 import dmst
-from dmst.analysis import certify
+from dmst.analysis import certify, membership
 from dmst.analysis.intervene import forced_gates
-from dmst.analysis.membership import enlarge, fit, png
+from dmst.analysis.membership import enlarge, fit, gradient_map, png
+from dmst.data.images import decode
 from dmst.data.loader import EvalStream, View
 from dmst.data.sets import ImageSet
 from dmst.engine import prepare
 from dmst.errors import DmstError, OptionError, number, shown
-from dmst.explorer import examples, view
+from dmst.explorer import view
 from dmst.explorer.decoding import Decoder
+from dmst.explorer.examples import examples
 from dmst.models import Trace, VisionModel, shipped
 from dmst.operators.orthonormal import OrthonormalLinear
 
@@ -58,7 +60,6 @@ class NotReadyError(DmstError):
 @dataclass
 class Picture:
     id: str
-    name: str
     width: int
     height: int
     shown: bytes
@@ -71,9 +72,8 @@ class Session:
             check(where)
         names = names_of(models)
         self.networks = {f"m{i}": Network(f"m{i}", where, names[i], device) for i, where in enumerate(models)}
-        drawn = {f"e{i}": (name, examples.draw(name)) for i, name in enumerate(examples.EXAMPLES)}
-        self.examples = {id: _picture(id, name, pixels) for id, (name, pixels) in drawn.items()}
-        self._pixels = {id: pixels for id, (_, pixels) in drawn.items()}
+        self._given = {f"e{i}": each for i, each in enumerate(examples())}
+        self.examples = {id: _picture(id, decode(each.raw, each.name)) for id, each in self._given.items()}
         self._uploads: OrderedDict[str, Picture] = OrderedDict()
         self._lock = threading.Lock()
         self._decoder = Decoder()
@@ -83,7 +83,10 @@ class Session:
             "version": dmst.__version__,
             "upload_limit": UPLOAD,
             "models": [network.told() for network in self.networks.values()],
-            "examples": [{"id": picture.id, "name": picture.name} for picture in self.examples.values()],
+            "examples": [
+                {"id": id, "name": name, "credit": credit, "digit": digit, "width": shown.width, "height": shown.height}
+                for (id, (name, credit, _, digit)), shown in zip(self._given.items(), self.examples.values(), strict=True)
+            ],
         }
 
     def load(self, id: str) -> None:
@@ -91,8 +94,8 @@ class Session:
         network = self.networks[id]
 
         def then() -> None:
-            for each, pixels in self._pixels.items():
-                network.see(self.examples[each], pixels, examples.grey(pixels))
+            for each, given in self._given.items():
+                network.see(self.examples[each], decode(given.raw, given.name, grey=network.view.channels == 1))
 
         network.load(then)
         if network.state == "ready":
@@ -107,7 +110,7 @@ class Session:
         with self._lock:
             found = self.examples.get(id) or self._uploads.get(id)
         if found is None:
-            raise NotThereError(f"there is no picture {shown(id)}: the newest {UPLOADS} are kept; give it again.")
+            raise NotThereError(f"there is no picture {shown(id)}: the server keeps the newest {UPLOADS}; choose it again.")
         return found
 
     def settled(self) -> bool:
@@ -120,9 +123,9 @@ class Session:
         pixels = self._decoder.decode(raw)
         wants_grey = any(network.view.channels == 1 for network in networks)
         grey = self._decoder.decode(raw, grey=True) if wants_grey else pixels
-        picture = _picture("u" + secrets.token_hex(16), "", pixels)
+        picture = _picture("u" + secrets.token_hex(16), pixels)
         for network in networks:
-            network.see(picture, pixels, grey)
+            network.see(picture, grey if network.view.channels == 1 else pixels)
         with self._lock:
             self._uploads[picture.id] = picture
             while len(self._uploads) > UPLOADS:
@@ -159,7 +162,7 @@ class Network:
         except Exception as error:
             ours = isinstance(error, DmstError)
             print(f"{self.where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            words = str(error) if ours else f"it could not be loaded ({type(error).__name__}); the terminal says more"
+            words = str(error) if ours else f"it could not be loaded ({type(error).__name__}); the terminal shows the error"
             self.words = _without_paths(words, self.where, self.name)
             self.state = "failed"
         else:
@@ -179,23 +182,22 @@ class Network:
             "depth": config and config.depth,
             "heads": config and config.num_heads,
             "classes": config and config.num_classes,
+            "channels": config and config.in_chans,
             "parameters": model and sum(weight.numel() for weight in model.parameters()),
             "image_size": config and list(config.img_size),  # type: ignore[arg-type]
             "gates": model and _has_gates(model),
         }
 
-    def see(self, picture: Picture, pixels: np.ndarray, grey: np.ndarray) -> None:
+    def see(self, picture: Picture, pixels: np.ndarray) -> None:
         """The pixels as the network takes them."""
-        stream = EvalStream(_Given(grey if self.view.channels == 1 else pixels), self.view, batch_size=1, path="workers")
+        stream = EvalStream(_Given(pixels), self.view, batch_size=1, path="workers")
         picture.seen[self.id] = next(iter(stream)).images
 
     def seen(self, picture: Picture) -> bytes:
-        """A PNG of what it takes: un-normalised, every pixel a square."""
+        """A PNG of what it takes, as `dmst analyze maps` draws it, every pixel a square."""
         self._model()
-        std, mean = (torch.tensor(each).view(-1, 1, 1) for each in (self.view.std, self.view.mean))
-        pixels = (self._of(picture)[0].cpu() * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
-        square = pixels.expand(3, -1, -1).permute(1, 2, 0).numpy()
-        return png(enlarge(square, -(-SEEN // min(square.shape[:2]))))
+        pixels = membership.picture(self._of(picture)[0])
+        return png(enlarge(pixels, -(-SEEN // min(pixels.shape[:2]))))
 
     def look(self, picture: Picture, asked: Any) -> dict[str, Any]:
         """Prediction, maps and gates, with gates forced as asked: {"3": {"1": 0.0}}."""
@@ -206,13 +208,15 @@ class Network:
         return self._answer("look", picture, asked, found)
 
     def rates(self, picture: Picture, asked: Any) -> dict[str, Any]:
-        """Nats by layer and certificates, of this picture alone."""
+        """What takes longer, of this picture alone: nats by layer, certificates, and the gradient of the answer."""
 
         def found(model: VisionModel, gates: Gates) -> dict[str, Any]:
             trace = self._trace(model, picture, gates)
             with forced_gates(model, gates):
                 certificate = certify(model, self._image(picture))
-            return view.rates(model, trace, certificate)
+                with torch.inference_mode(False):
+                    gradient = gradient_map(model, self._image(picture).clone())[0]
+            return view.rates(model, trace, certificate) | view.gradient(gradient)
 
         return self._answer("rates", picture, asked, found)
 
@@ -241,12 +245,12 @@ class Network:
 
     def _of(self, picture: Picture) -> Tensor:
         if self.id not in picture.seen:
-            raise NotThereError(f"the picture came before {self.name} was loaded: give it again.")
+            raise NotThereError(f"the picture came before {self.name} was loaded: choose it again.")
         return picture.seen[self.id]
 
     def _model(self) -> VisionModel:
         if self.model is None or self.state != "ready":
-            words = f": {self.words}" if self.words else ", ask again in a moment"
+            words = f": {self.words}" if self.words else ", try again in a moment"
             raise NotReadyError(f"the network {self.name} is {self.state}{words}", self.state)
         return self.model
 
@@ -321,9 +325,9 @@ def _keep(shelf: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None
         shelf.popitem(last=False)
 
 
-def _picture(id: str, name: str, pixels: np.ndarray) -> Picture:
+def _picture(id: str, pixels: np.ndarray) -> Picture:
     height, width = pixels.shape[:2]
-    return Picture(id, name, width, height, png(pixels if max(height, width) <= SHOWN else fit(pixels, SHOWN)))
+    return Picture(id, width, height, png(pixels if max(height, width) <= SHOWN else fit(pixels, SHOWN), level=1))
 
 
 def _without_paths(words: str, where: str, name: str) -> str:

@@ -2,6 +2,7 @@
 
 look(model, trace)            prediction, and for every layer its maps (heads x patches) and gates
 rates(model, trace, found)    nats by layer, and the certificates in words
+gradient(found)               how much each patch moves the score of the answer
 
 Numbers have six digits; what is not finite is None. Layers and heads count from 0. One image: number 0 of the batch.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dmst.analysis.certificates import Certificate, LayerCertificate
-from dmst.analysis.membership import attention_received, maps
+from dmst.analysis.membership import attention_received, ends, maps
 from dmst.analysis.rates import LayerRates, rates_of
 from dmst.models import Trace, VisionModel
 
@@ -24,11 +25,11 @@ TOP = 5
 EPS = 0.1
 RATES = ("variational", "complete", "coding", "active")
 MEANS = {
-    "membership": "Membership, from 0 to 1: how much each patch belongs to the subspace of the head, as the layer computed it.",
-    "rescaled": "Membership times the number of patches: how much each belongs to the subspace of the head; 1 is the mean.",
-    "class token": "Attention received: how much the class token looks at each patch, by head. It is no membership.",
-    "attention": "Attention received: how much each patch is looked at, mean over all patches that look. It is no membership.",
-    "channels": "This layer attends between channels, not between patches: it has no map of the picture.",
+    "membership": "Membership, from 0 to 1: how much each patch belongs to the subspace of this head.",
+    "rescaled": "Membership times the number of patches: how much each belongs to the subspace of this head. 1 is the mean.",
+    "class token": "Attention received: how much the class token attends to each patch, in this head. It is not a membership.",
+    "attention": "Attention received: how much all patches attend to each in this head, on average. It is not a membership.",
+    "channels": "This layer attends between channels, not between patches, so it has no map of the picture.",
 }
 
 
@@ -67,24 +68,16 @@ def _layer(model: VisionModel, trace: Trace, number: int, forced: bool) -> dict[
         kind = "attention"
         means = "channels" if received is None else "class token" if trace.prefix else "attention"
         values = None if received is None else received[0]
-    low, high = _ends(values, kind)
+    low, high = ends(torch.zeros(0) if values is None else values, kind)
     return {
         "kind": kind,
         "means": MEANS[means],
         "maps": [] if values is None else plain(values),
-        "low": low,
-        "high": high,
+        "low": _number(low),
+        "high": _number(high),
         "gate": None if parts.gate is None else plain(parts.gate[0]),
         "computed_gate": None if own is None else plain(own[0]),
     }
-
-
-def _ends(values: Tensor | None, kind: str) -> tuple[float, float]:
-    """Of the colours: shares from 0 to 1, whatever the layer has of them; of attention up to its largest."""
-    seen = torch.zeros(1) if values is None else values[values.isfinite()]
-    low, high = (seen.min().item(), seen.max().item()) if seen.numel() else (0.0, 1.0)
-    least, most = min(0.0, low), max(high, 1.0) if kind == "membership" else high
-    return _number(least) or 0.0, _number(most if most > least else least + 1) or 1.0
 
 
 def rates(model: VisionModel, trace: Trace, certificate: Certificate) -> dict[str, Any]:
@@ -101,6 +94,11 @@ def rates(model: VisionModel, trace: Trace, certificate: Certificate) -> dict[st
     }
 
 
+def gradient(found: Tensor) -> dict[str, Any]:
+    low, high = ends(found, "gradient")
+    return {"gradient": {"map": plain(found.flatten()), "low": _number(low), "high": _number(high)}}
+
+
 def _sentence(layer: LayerCertificate) -> str:
     """The certificate's own sentence is of many images; this one of the one that is looked at."""
     change, again = layer.total["frozen"].mean, layer.total["reread"].mean
@@ -108,10 +106,11 @@ def _sentence(layer: LayerCertificate) -> str:
     by = f" by {_nats(change)}" if change else ""
     sure = ", and the bound guarantees it" if layer.guaranteed else ""
     heads = ", ".join(map(str, layer.raising))
-    raising = f"raised by heads: {heads}" if heads else "no head raises its own part"
+    raising = f"These heads raise their own part: {heads}" if heads else "No head raises its own part"
+    cost = f"{_nats(again)} {'less' if again < 0 else 'more'}" if again else "as much as before"
     return (
-        f"Layer {layer.layer} {how} its own rate{by} for this picture{sure}; {raising}. Read again after the norm, the tokens "
-        f"cost {_nats(again)} {'less' if again < 0 else 'more'}."
+        f"Layer {layer.layer} {how} its own rate{by} for this picture{sure}. {raising}. Read again after the norm, the tokens "
+        f"cost {cost}."
     )
 
 

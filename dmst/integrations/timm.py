@@ -2,11 +2,12 @@
 
     import timm, dmst.integrations.timm
     model = timm.create_model("dmst_small_patch16_224", num_classes=10)
+    model = timm.create_model("dmst_cifar10", pretrained=True)           weights that ship (`dmst models --shipped`)
     model = timm.create_model("local-dir:folder", pretrained=True)       a folder that dmst.save_model or timm wrote
 
 timm's training script: `train.py --device-modules dmst.integrations.timm --model dmst_tiny_patch16_224`. Names are the zoo's,
 but timm has a vit_* of its own, so ours are dmst_vit_*. Keywords are timm's, the fields of ModelConfig and the options of the
-operator. timm itself knows no weights of these names: `dmst.create_model(name, pretrained=True)` has those that ship.
+operator.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from dmst.errors import need
-from dmst.models import VisionModel, zoo
+from dmst.models import VisionModel, shipped, zoo
+from dmst.models.files import WEIGHTS
 from dmst.models.preprocessing import pretrained_cfg
 
 need("torchvision", "timm")  # timm needs it, and a torchvision built for another torch fails: first, so that the error names it
@@ -29,11 +31,17 @@ layers, models = need("timm.layers", "timm"), need("timm.models", "timm")
 def _cfg(name: str) -> dict[str, Any]:
     """timm writes tuples where JSON has lists."""
     told = pretrained_cfg(zoo.model_config(name))
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
+    cfg = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
+    return cfg | ({"file": str(shipped.FOLDER / name / WEIGHTS)} if name in shipped.SHIPPED else {})
 
 
-# timm looks for this name in the module of an entry point; "untrained" is its word for a configuration without weights
-default_cfgs = models.generate_default_cfgs({f"{zoo.timm_name(name)}.untrained": _cfg(name) for name in zoo.MODELS})
+def _tag(name: str) -> str:
+    """ "untrained" is timm's word for a configuration without weights."""
+    return f"{zoo.timm_name(name)}.{'shipped' if name in shipped.SHIPPED else 'untrained'}"
+
+
+# timm looks for this name in the module of an entry point
+default_cfgs = models.generate_default_cfgs({_tag(name): _cfg(name) for name in zoo.MODELS})
 
 
 def _build(

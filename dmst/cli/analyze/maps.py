@@ -11,8 +11,8 @@ import typer
 PHOTOS = typer.Argument(None, metavar="[PHOTO]...", help="Image files, or folders of them. Default: images of a dataset.")
 READ = {
     "membership": "Colours: membership 0 is dark blue, 1 is yellow. A faint tile is a silent head (gate 0).",
-    "attention received": "This network has no memberships. Colours: attention that a patch receives, 0 is dark blue, the "
-    "maximum of a tile is yellow.",
+    "attention received": "No memberships here. Colours: attention that a patch receives, 0 is dark blue, the largest of the "
+    "layer is yellow.",
 }
 
 

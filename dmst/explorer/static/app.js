@@ -49,7 +49,14 @@ function paintBar() {
   $("layer").max = Math.max(depth - 1, 0);
   $("layer").value = Math.min(state.layer ?? 0, depth - 1);
   $("layer-out").textContent = depth ? Math.min(state.layer ?? 0, depth - 1) : "";
-  $("extent").textContent = depth ? `(0 to ${depth - 1})` : "";
+  document.querySelectorAll("#maps input").forEach((radio) => {
+    radio.checked = radio.value === state.map;
+  });
+  const attends = panels.some((panel) => panel.shown) && panels.every((panel) => !panel.shown || panel.quantity() !== "membership");
+  $("map-name").textContent = attends ? "attention" : "membership";
+  document.querySelectorAll(".example.digit").forEach((each) => {
+    each.hidden = !state.slots.some((slot) => modelOf(slot)?.channels === 1);
+  });
   $("strength").value = state.strength;
   $("stretch").checked = state.stretch;
   if ($("heads").children.length !== heads) {
@@ -66,7 +73,7 @@ function paintBar() {
   });
   const set = state.slots.reduce((sum, slot) => sum + Object.values(slot.gates).reduce((n, each) => n + Object.keys(each).length, 0), 0);
   $("reset").disabled = !set;
-  $("reset").textContent = set ? `Reset ${set} ${set === 1 ? "gate" : "gates"}` : "Reset heads";
+  $("reset").textContent = set ? `Restore ${set} ${set === 1 ? "head" : "heads"}` : "Restore";
 }
 
 let later = 0;
@@ -81,7 +88,7 @@ function paintModels() {
   for (const i of [0, 1]) {
     const select = $(`model-${i}`);
     const some = state.models.map(({ id, name }) => option(id, name));
-    select.replaceChildren(...(i ? [option("", "nothing"), ...some] : some));
+    select.replaceChildren(...(i ? [option("", "no other"), ...some] : some));
     select.value = state.slots[i]?.model ?? "";
     select.disabled = !live || !state.models.length;
   }
@@ -102,8 +109,7 @@ function arrange() {
     panels[i] = panel;
     panel.waiting(`Asking ${modelOf(slot).name} …`);
   });
-  $("panels").dataset.count = panels.length;
-  document.body.classList.toggle("two", panels.length > 1);
+  $("panels").className = `panels ${panels.length > 1 ? "two" : "one"}`;
   changed("slots");
 }
 
@@ -112,19 +118,20 @@ function arrange() {
 async function show(image) {
   state.image = image;
   $("picture-name").textContent = image.name;
+  $("picture-name").title = image.credit ?? "";
   $("thumb").setAttribute("aria-label", `The picture: ${image.name}`);
   document.querySelectorAll(".example").forEach((each) => each.setAttribute("aria-pressed", each.dataset.image === image.id));
   changed("slots");
   const drawn = await picture(image.id);
   if (state.image !== image) return;
   contain($("thumb"), drawn);
-  $("picture-size").textContent = image.width ? `${image.width} × ${image.height} px` : "drawn example";
+  $("picture-size").textContent = image.width ? `${image.width} × ${image.height} px` : "";
 }
 
 async function take(file) {
   if (!live) return;
-  if (!file) return complain("That was no picture file. Drop or paste a file from your computer; a web address is never fetched.");
-  if (file.size > state.limit) return complain(`${file.name} has ${(file.size / 2 ** 20).toFixed(1)} MiB; at most ${state.limit / 2 ** 20} MiB are taken.`);
+  if (!file) return complain("That was not a picture file. Drop or paste a file from your computer. This page never fetches web addresses.");
+  if (file.size > state.limit) return complain(`${file.name} has ${(file.size / 2 ** 20).toFixed(1)} MiB. The limit is ${state.limit / 2 ** 20} MiB.`);
   say(`Reading ${file.name} …`);
   const before = state.image;
   try {
@@ -137,18 +144,21 @@ async function take(file) {
   }
 }
 
-async function example({ id, name }) {
-  const button = Object.assign(document.createElement("button"), { type: "button", className: "example", title: name });
+async function example(image) {
+  const title = `${image.name}: ${image.credit}`;
+  const button = Object.assign(document.createElement("button"), { type: "button", className: "example", title });
   const canvas = Object.assign(document.createElement("canvas"), { width: 64, height: 64 });
-  button.dataset.image = id;
-  button.setAttribute("aria-pressed", state.image?.id === id);
-  button.append(canvas, Object.assign(document.createElement("span"), { textContent: name }));
+  button.dataset.image = image.id;
+  button.hidden = image.digit; // until a network that reads digits is shown
+  button.classList.toggle("digit", image.digit);
+  button.setAttribute("aria-pressed", state.image?.id === image.id);
+  button.append(canvas, Object.assign(document.createElement("span"), { textContent: image.name }));
   button.addEventListener("click", () => {
     say("");
-    show({ id, name }).catch((error) => complain(error.message));
+    show(image).catch((error) => complain(error.message));
   });
   $("examples").append(button);
-  contain(canvas, await picture(id));
+  contain(canvas, await picture(image.id));
 }
 
 function listenForPictures() {
@@ -223,18 +233,18 @@ function theme(name) {
 }
 
 async function keepView() {
-  const { image, slots, layer, head, patch, strength, stretch, rate } = state;
+  const { image, slots, layer, head, patch, strength, stretch, map, rate } = state;
   const views = slots.flatMap(({ model, gates }) => {
     const plain = { model, image: image.id, gates: {} };
     return Object.keys(gates).length ? [{ model, image: image.id, gates }, plain] : [plain];
   });
-  say("Putting the view into one file …");
+  say("Saving the view as one file …");
   try {
-    const file = await keep(views, { image, slots, layer, head, patch, strength, stretch, rate });
+    const file = await keep(views, { image, slots, layer, head, patch, strength, stretch, map, rate });
     const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(file), download: "dmst-view.html" });
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-    say("Kept: dmst-view.html. It opens in any browser, without a server.");
+    say("Saved as dmst-view.html. It opens in any browser, without a server.");
   } catch (error) {
     complain(error.message);
   }
@@ -244,15 +254,16 @@ async function copyLink() {
   history.replaceState(null, "", toFragment());
   try {
     await navigator.clipboard.writeText(location.href);
-    say("The link is copied. It brings back networks, picture, layer, head and what you switched.");
+    say("The link is copied. It opens the page with these networks, this picture, layer and head, and your changes.");
   } catch {
-    say("The link is in the address bar; copying it was not allowed.");
+    say("The browser did not allow copying. The link is in the address bar.");
   }
 }
 
 function listen() {
   $("layer").addEventListener("input", () => changed("place", { layer: $("layer").valueAsNumber }));
   $("heads").addEventListener("change", (event) => changed("place", { head: Number(event.target.value) }));
+  $("maps").addEventListener("change", (event) => changed("place", { map: event.target.value }));
   $("strength").addEventListener("input", () => changed("place", { strength: $("strength").valueAsNumber }));
   $("stretch").addEventListener("change", () => changed("place", { stretch: $("stretch").checked }));
   $("reset").addEventListener("click", reset);
@@ -282,12 +293,12 @@ async function restore(fragment) {
   const { image: asked, missing } = keptState ? { image: keptState.image.id } : fromFragment(fragment);
   paintModels();
   if (state.slots.length) arrange();
-  if (missing) complain(`The link is about ${missing}, which is not loaded here: start dmst explore with --model ${missing}. Another network is shown, as it is.`);
+  if (missing) complain(`The link is about ${missing}, which is not loaded here. Start dmst explore with --model ${missing}. The page shows another network, with no changes.`);
   const drawn = state.examples.find(({ id }) => id === asked);
   if (keptState) return show(keptState.image);
   if (drawn || !asked) return (drawn ?? state.examples[0]) && show(drawn ?? state.examples[0]);
   return show({ id: asked, name: "your picture" }).catch(() => {
-    complain("The picture of that link is no longer in memory (pictures are never written to disk): give it again. An example is shown.");
+    complain("The picture of this link is no longer in memory, because pictures are never saved to disk. Choose it again. The page shows an example.");
     return state.examples[0] && show(state.examples[0]);
   });
 }
@@ -306,10 +317,10 @@ async function begin() {
   Object.assign(state, { models, examples, limit }, keptState);
   say("");
   $("about").textContent = live
-    ? `dmst ${version}. Everything here is computed on this computer as you ask for it, by the network itself; nothing leaves it.`
-    : `A view kept from dmst explore, dmst ${version}. Layers, heads and patches can be looked through; switching heads needs the network: dmst explore.`;
-  if (!live) $("lead").textContent = "A kept view: look through its layers, heads and patches. No network is in this file.";
-  if (!models.length) return complain("The server has no network to show.");
+    ? `dmst ${version}. The networks run on this computer. Nothing leaves it.`
+    : `A view saved from dmst explore, dmst ${version}. You can look through its layers, heads and patches. Switching heads needs the network: run dmst explore.`;
+  if (!live) $("lead").textContent = "A saved view. Look through its layers, heads and patches. This file holds no network.";
+  if (!models.length) return complain("The server has no network.");
   const shown = restore(location.hash);
   await Promise.all([shown, ...examples.map(example)]);
 }

@@ -1,6 +1,7 @@
-/* Numbers to colours, and maps over the picture that they belong to: one square a patch, nothing made up between them. */
+/* Numbers to colours, and maps over the grey picture that they belong to: one square per patch, nothing made up between them.
+   dmst.analysis.membership draws the same in Python: ramp, grey, squares and strength are those. */
 
-/* dmst.analysis.membership.RAMP: dark blue over grey to yellow, readable in grey and by everyone */
+/* dark blue over grey to yellow: readable in grey and by everyone */
 const RAMP = [[0, 32, 77], [21, 52, 109], [67, 78, 108], [102, 105, 112], [137, 134, 121], [176, 165, 113], [217, 199, 91], [255, 234, 70]];
 const MISSING = [204, 121, 167];
 
@@ -25,20 +26,34 @@ function paintPatches(values, [rows, columns], low, high) {
 
 export const sizeOf = ([rows, columns], longest) => Math.max(1, Math.floor(longest / Math.max(rows, columns)));
 
-/* values null: the picture alone. faint: a head that adds nothing. */
+/* A copy without colour, so that all colour is the map's. */
+export function greyed(picture) {
+  const canvas = Object.assign(document.createElement("canvas"), { width: picture.width, height: picture.height });
+  const pen = canvas.getContext("2d");
+  pen.drawImage(picture, 0, 0);
+  const pixels = pen.getImageData(0, 0, canvas.width, canvas.height);
+  for (let i = 0; i < pixels.data.length; i += 4) {
+    const [red, green, blue] = pixels.data.subarray(i, i + 3);
+    pixels.data.fill(Math.round(0.299 * red + 0.587 * green + 0.114 * blue), i, i + 3);
+  }
+  pen.putImageData(pixels, 0, 0);
+  return canvas;
+}
+
+/* values null: the picture alone. faint: a head that adds nothing, without its map. */
 export function overlay(canvas, picture, values, grid, { low, high, strength, longest = 640, faint = false, marks = [] }) {
   const cell = sizeOf(grid, longest);
   const [height, width] = [grid[0] * cell, grid[1] * cell];
   if (canvas.width !== width) canvas.width = width;
   if (canvas.height !== height) canvas.height = height;
   const pen = canvas.getContext("2d");
-  pen.globalAlpha = faint ? 0.35 : 1;
+  pen.globalAlpha = faint ? 0.3 : 1;
   pen.clearRect(0, 0, width, height);
   pen.imageSmoothingEnabled = picture.width > width;
   pen.drawImage(picture, 0, 0, width, height);
   pen.imageSmoothingEnabled = false;
-  if (values) {
-    pen.globalAlpha = faint ? 0.18 * strength : strength;
+  if (values && !faint) {
+    pen.globalAlpha = strength;
     pen.drawImage(paintPatches(values, grid, low, high), 0, 0, width, height);
   }
   pen.globalAlpha = 1;

@@ -14,7 +14,7 @@ const image = (base64) => {
 
 function view(model, gates) {
   const found = file.views.find((each) => each.look.model === model && same(each.look.gates, gates));
-  if (!found) throw new Fault("This part of the view was not kept.");
+  if (!found) throw new Fault("This part of the view was not saved.");
   return found;
 }
 
@@ -24,5 +24,5 @@ export const picture = async () => image(file.picture);
 export const seen = async (model) => image(file.seen[model]);
 export const look = async (model, _, gates) => view(model, gates).look;
 export const rates = async (model, _, gates) => view(model, gates).rates;
-export const upload = async () => Promise.reject(new Fault("A kept view takes no pictures."));
-export const keep = async () => Promise.reject(new Fault("This view is kept already."));
+export const upload = async () => Promise.reject(new Fault("A saved view takes no pictures."));
+export const keep = async () => Promise.reject(new Fault("This view is saved already."));

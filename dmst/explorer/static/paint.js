@@ -6,16 +6,19 @@ import { live } from "./net.js";
 import { forced, modelOf, state, writeGates } from "./state.js";
 
 const RATES = {
-  variational: "R_var: nats that the tokens cost in the heads' subspaces, at the input of each layer. Lower is more compact; it is not accuracy.",
-  complete: "R+: R_var with what lies outside the subspaces paid for too, in nats.",
-  coding: "R: nats of all tokens as one group, the cost that grouping has to beat.",
-  active: "How many heads are on (gate not 0) for this picture.",
+  variational: "R_var: what it costs, in nats, to describe the tokens within the heads' subspaces, at the input of each layer. A lower rate is more compact; it is not accuracy.",
+  complete: "R+: R_var plus the cost of what lies outside the subspaces, in nats.",
+  coding: "R: what it costs, in nats, to describe all tokens as one group. Grouping should cost less.",
+  active: "How many heads are on (gate above 0) for this picture.",
 };
+const SCORED = "Measured on 359 digits (dmst analyze scored): the gradient points best at the patches that an answer needs. Memberships show grouping, and point at those patches little better than chance.";
+const NEEDED = 0.05; // of a probability: with a smaller loss an answer does not need what was switched off
 const percent = (p) => (p === null ? "not a number" : p > 0 && p < 0.001 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
 const points = (p) => `${Math.abs(p) < 5e-4 ? "" : p < 0 ? "−" : "+"}${(100 * Math.abs(p)).toFixed(1)}`;
+const signed = (x) => `${x < 0 ? "−" : "+"}${Math.abs(x).toPrecision(2)}`;
 const short = (g) => (g === null || g === undefined ? "–" : g !== 0 && Math.abs(g) < 0.005 ? "< 0.01" : g.toFixed(2));
 
-/* Of a panel: root, $, slot, shown ({model, image, gates, look, before, rates, picture}), hover, typing, changed. */
+/* Of a panel: root, $, slot, shown ({model, image, gates, look, before, rates, picture, grey}), hover, typing, changed. */
 export class Painted {
   name() {
     return modelOf(this.slot)?.name ?? "the network";
@@ -30,6 +33,19 @@ export class Painted {
   get heads() {
     const told = this.shown.look.layers[this.layer];
     return told.gate?.length || told.maps.length || modelOf(this.slot).heads || 1;
+  }
+
+  get everyLayer() {
+    return this.shown.look.layers.map((_, l) => l);
+  }
+
+  get everyHead() {
+    return Array.from({ length: this.heads }, (_, k) => k);
+  }
+
+  /* By the wish of the user; `shown` is what was computed. */
+  areOff(layers, heads, gates = this.slot.gates) {
+    return layers.every((l) => heads.every((k) => gates[l]?.[k] === 0));
   }
 
   get gated() {
@@ -52,9 +68,9 @@ export class Painted {
     const was = computed?.[head] ?? null;
     const now = gate?.[head] ?? set;
     const [off, silent] = [set === 0, set === null && now === 0];
-    const before = was === null ? "" : was === 0 ? ", silent by itself" : `, by itself ${short(was)}`;
+    const before = was === null ? "" : was === 0 ? " (silent without you)" : ` (${short(was)} without you)`;
     const own = silent ? "silent" : now === null ? "on" : `gate ${short(now)}`;
-    const words = off ? `off${before}` : set !== null ? `forced to ${short(set)}${before}` : own;
+    const words = off ? `off${before}` : set !== null ? `gate set to ${short(set)}${before}` : own;
     return { now, was, set, off, silent, words };
   }
 
@@ -66,7 +82,7 @@ export class Painted {
     this.$(".name").textContent = told.name;
     const size = told.image_size ? `, sees ${told.image_size[1]} × ${told.image_size[0]} pixels` : "";
     this.$(".facts").textContent = told.depth
-      ? `${told.operator} operator, ${told.depth} layers of ${told.heads} heads, ${told.parameters.toLocaleString("en")} parameters${size}`
+      ? `${told.operator} attention, ${told.depth} layers of ${told.heads} heads, ${told.parameters.toLocaleString("en")} parameters${size}`
       : "";
     this.root.setAttribute("aria-label", told.name);
   }
@@ -104,26 +120,38 @@ export class Painted {
     return this.shown.look.layers[layer].kind === "attention" ? "attention received" : "membership";
   }
 
-  paintMap() {
-    const { look: seenNow, picture } = this.shown;
-    const { layer, head, patch } = this;
-    const told = seenNow.layers[layer];
-    const values = told.maps[head] ?? null;
+  /* What the large map shows: its values and scale, its name, and what it means. */
+  get large() {
+    const { layer, head } = this;
+    const { look, rates, last } = this.shown;
+    if (state.map === "gradient") {
+      const { map = null, low, high } = (rates ?? last)?.gradient ?? {};
+      const name = look.top[0].class;
+      const means = `The gradient: how much each patch moves the score of ${name}, the answer. Yellow patches raise it, dark blue ones lower it.`;
+      return { values: map, low, high, quantity: "gradient", title: `gradient for ${name}`, means: `${means} ${SCORED}`, ends: ["lowers", "raises"] };
+    }
+    const told = look.layers[layer];
     const { low, high } = this.scale(layer);
+    const values = told.maps[head] ?? null;
+    const title = values ? `${this.quantity()}, layer ${layer}, head ${head}` : `the picture as ${this.name()} sees it`;
+    return { values, low, high, quantity: this.quantity(), title, means: told.means, ends: [short(low), short(high)] };
+  }
+
+  paintMap() {
+    const { look: { grid }, picture, grey } = this.shown;
+    const { values, low, high, title, means, ends } = this.large;
     const marks = [];
     if (this.hover !== undefined && this.hover !== null) marks.push({ patch: this.hover, thin: true });
-    if (patch !== null) marks.push({ patch });
-    overlay(this.$(".map"), picture, values, seenNow.grid, { low, high, strength: state.strength, marks });
-    const what = values ? `${this.quantity()}, layer ${layer}, head ${head}` : `the picture as ${this.name()} sees it`;
-    this.$(".see-title").textContent = what[0].toUpperCase() + what.slice(1);
-    this.$(".map").setAttribute("aria-label", `${what}; ${seenNow.grid[0]} by ${seenNow.grid[1]} patches; Shift and arrows choose one`);
+    if (this.patch !== null) marks.push({ patch: this.patch });
+    overlay(this.$(".map"), values ? grey : picture, values, grid, { low, high, strength: state.strength, marks });
+    this.$(".see-title").textContent = title[0].toUpperCase() + title.slice(1);
+    this.$(".map").setAttribute("aria-label", `${title}; ${grid[0]} by ${grid[1]} patches; Shift and arrow keys choose one`);
     this.$(".legend").hidden = !values;
-    this.$(".low").textContent = short(low);
-    this.$(".high").textContent = short(high);
-    this.$(".means").textContent = told.means;
-    const how = this.told(layer, head);
-    const badge = how.off ? "You switched this head off here: its map is computed, and adds nothing."
-      : how.silent ? "A silent head: its gate is exactly 0 for this picture, so this map adds nothing." : "";
+    [this.$(".low").textContent, this.$(".high").textContent] = ends;
+    this.$(".means").textContent = means;
+    const how = this.told(this.layer, this.head);
+    const badge = state.map === "gradient" ? "" : how.off ? "You switched this head off. Its map is still computed, but it adds nothing."
+      : how.silent ? "This head is silent: its gate is exactly 0 for this picture, so it adds nothing." : "";
     this.$(".badge").hidden = !badge;
     this.$(".badge").textContent = badge;
     this.paintReadout();
@@ -131,12 +159,13 @@ export class Painted {
 
   paintReadout() {
     const at = this.hover ?? this.patch;
-    const { look: seenNow } = this.shown;
-    const values = seenNow.layers[this.layer].maps[this.head];
-    const place = (n) => `row ${Math.floor(n / seenNow.grid[1])}, column ${n % seenNow.grid[1]}`;
+    const [, columns] = this.shown.look.grid;
+    const { values, quantity } = this.large;
+    const place = (n) => `row ${Math.floor(n / columns)}, column ${n % columns}`;
+    const number = (x) => (x === null ? "not a number" : quantity === "gradient" ? signed(x) : x.toFixed(3));
     this.$(".readout").textContent = !values ? "" : at === null || at === undefined
-      ? "Point at a patch for its value; click it to follow it through the layers."
-      : `Patch in ${place(at)}: ${this.quantity()} ${values[at] === null ? "not a number" : values[at].toFixed(3)}`;
+      ? "Point at a patch to read its value. Click it to follow it through the layers."
+      : `Patch in ${place(at)}: ${quantity} ${number(values[at])}`;
   }
 
   paintTiles() {
@@ -149,8 +178,8 @@ export class Painted {
     this.$(".heads-title").textContent = `The ${heads} heads of layer ${layer}`;
     const on = Array.from({ length: heads }, (_, k) => this.told(layer, k)).filter(({ off, silent }) => !off && !silent).length;
     this.$(".heads-words").textContent = this.gated
-      ? `${on} of ${heads} are on for this picture. The bar is the gate: how much a head counts. A head at 0 adds nothing.`
-      : `This operator has no gate: every head counts, unless you switch it off.${on < heads ? ` ${on} of ${heads} are on.` : ""}`;
+      ? `${on} of ${heads} heads are on for this picture. The bar shows the gate: how much a head counts. A silent head has gate 0 and adds nothing.`
+      : `This network has no gate: every head counts, unless you switch it off.${on < heads ? ` ${on} of ${heads} are on.` : ""}`;
     const { low, high } = this.scale(layer);
     [...box.children].forEach((tile, k) => {
       const how = this.told(layer, k);
@@ -158,16 +187,18 @@ export class Painted {
       const classes = ["tile", k === head && "chosen", how.silent && "silent", how.off && "off", how.set !== null && "forced"];
       tile.className = classes.filter(Boolean).join(" ");
       const style = { low, high, strength: state.strength, longest: 128, faint: how.silent || how.off };
-      overlay(canvas, this.shown.picture, told.maps[k] ?? null, this.shown.look.grid, style);
+      const values = told.maps[k] ?? null;
+      overlay(canvas, values ? this.shown.grey : this.shown.picture, values, this.shown.look.grid, style);
       bar.style.width = `${100 * Math.min(Math.max(how.now ?? 1, 0), 1)}%`;
       const own = how.silent ? "silent" : how.now === null ? "on" : short(how.now);
-      words.textContent = how.off ? "off" : how.set !== null ? `forced ${short(how.set)}` : own;
+      words.textContent = how.off ? "off" : how.set !== null ? `set ${short(how.set)}` : own;
       tile.querySelector(".tick").style.left = `${100 * (how.was ?? 0)}%`;
       tile.querySelector(".tick").hidden = how.set === null || how.was === null;
       tile.querySelector(".pick").setAttribute("aria-label", `Head ${k}: ${how.words}`);
       tile.querySelector(".pick").title = `Head ${k}: ${how.words}`;
-      toggle.setAttribute("aria-checked", !how.off);
-      toggle.setAttribute("aria-label", `Head ${k} of layer ${layer}, ${how.words}`);
+      toggle.dataset.state = how.off ? "off" : how.silent ? "silent" : "on";
+      toggle.setAttribute("aria-checked", toggle.dataset.state === "on");
+      toggle.setAttribute("aria-label", `Head ${k} of layer ${layer}: ${how.words}`);
     });
   }
 
@@ -200,14 +231,12 @@ export class Painted {
       input.setAttribute("aria-label", `Gate of head ${head} in layer ${layer}`);
       if (each !== this.typing) input.value = each === ".gate-number" ? Number(value.toFixed(3)) : value;
     }
-    const all = this.shown.look.layers.every((_, l) => forced(this.slot, l, head) === 0);
-    this.$(".off-here").textContent = wish === null ? `Switch head ${head} off here` : `Give head ${head} back here`;
-    this.$(".off-all").textContent = all ? `Head ${head} back in all layers` : `Head ${head} off in all layers`;
-    this.$(".layer-off").textContent = this.wholeLayerOff() ? `All heads of layer ${layer} back` : `All heads of layer ${layer} off`;
-  }
-
-  wholeLayerOff() {
-    return Array.from({ length: this.heads }, (_, k) => forced(this.slot, this.layer, k)).every((g) => g === 0);
+    const { everyLayer: layers, everyHead: heads } = this;
+    const act = (name, what, back) => (this.$(name).textContent = `${back ? "Restore" : "Switch off"} ${what}`);
+    act(".off-here", `head ${head} here`, wish !== null);
+    act(".off-all", `head ${head} in all layers`, this.areOff(layers, [head]));
+    act(".layer-off", `all heads of layer ${layer}`, this.areOff([layer], heads));
+    act(".all-off", `all ${layers.length * heads.length} heads`, this.areOff(layers, heads));
   }
 
   paintDots() {
@@ -218,13 +247,15 @@ export class Painted {
       const title = `Layer ${l}, head ${k}: ${how.words}`;
       return { size: Math.min(how.now ?? 0.3, 1), silent: how.silent, off: how.off, forced: how.set !== null, title };
     }));
-    this.$(".dots-title").textContent = this.gated ? "Every gate" : "Every head";
+    this.$(".dots-title").textContent = this.gated ? "All gates" : "All heads";
     const silent = gates.flat().filter((each) => each.silent).length;
     const label = this.gated
-      ? `Layers across, heads down. The larger a disc, the larger the gate; ${silent} of ${gates.flat().length} heads are silent (small dots).`
-      : "Layers across, heads down. No gates here: every head is on unless you switch it off.";
+      ? `Columns are layers, rows are heads. A larger disc is a larger gate. ${silent} of ${gates.flat().length} heads are silent (small dots).`
+      : "Columns are layers, rows are heads. There are no gates here: every head is on unless you switch it off.";
     dots(this.$(".dots"), { gates, layer, head, label, room: this.rooms[0], pick: (l, k) => this.changed("place", { layer: l, head: k }) });
-    this.$(".dots-words").textContent = `${label} Crosses are off by you${this.gated ? ", rings forced" : ""}. Click one to go there.`;
+    const crosses = gates.flat().some((each) => each.off) ? " You switched off the heads with a cross." : "";
+    const rings = gates.flat().some((each) => each.forced && !each.off) ? " You set the gates of the heads with a ring." : "";
+    this.$(".dots-words").textContent = `${label}${crosses}${rings} Click a head to go to it.`;
   }
 
   paintAnswer() {
@@ -246,7 +277,7 @@ export class Painted {
       return row;
     }));
     this.$(".margin").textContent = second
-      ? `Margin ${(now.margin ?? 0).toFixed(3)}: ${first.class} leads ${second.class} by ${(100 * now.margin).toFixed(1)} points.${now === before ? "" : " Orange marks: before."}`
+      ? `Margin ${(now.margin ?? 0).toFixed(3)}: ${first.class} leads ${second.class} by ${(100 * now.margin).toFixed(1)} points.${now === before ? "" : " The orange marks show the probabilities before your change."}`
       : "";
     this.paintChanged();
   }
@@ -258,8 +289,8 @@ export class Painted {
     table.hidden = nothing;
     if (nothing) {
       this.$(".changed-words").textContent = live
-        ? "Nothing: every head is as the network has it. Switch one off and its effect is listed here."
-        : "Nothing: every head is as the network has it.";
+        ? "Nothing yet. Switch heads off, and this part says what the answer loses."
+        : "Nothing: no head was switched.";
       return;
     }
     const names = new Map([...before.top, ...now.top].map((each) => [each.index, each.class]));
@@ -276,14 +307,29 @@ export class Painted {
       return row;
     }));
     const [old, fresh] = [before.top[0], now.top[0]];
-    const count = Object.values(this.shown.gates).reduce((sum, heads) => sum + Object.keys(heads).length, 0);
-    const kind = `${count} ${count === 1 ? "gate" : "gates"} set by you. `;
     const most = Math.max(...rows.map((row) => Math.abs(row.fresh - row.old)));
-    this.$(".changed-words").textContent = kind + (most < 5e-4
-      ? `The answer is still ${fresh.class}, and no probability here moved by as much as 0.1 points: for this picture the network does not need what you took.`
-      : old.index === fresh.index
-      ? `The answer is still ${fresh.class}; its probability moved by ${points(fresh.probability - old.probability)} points, the margin by ${points(now.margin - before.margin)}.`
-      : `The answer was ${old.class} and is now ${fresh.class}.`);
+    this.$(".changed-words").textContent = this.areOff(this.everyLayer, this.everyHead, this.shown.gates)
+      ? this.withoutHeads(old, fresh)
+      : this.withGates(most, old, fresh, now.margin - before.margin);
+  }
+
+  withGates(most, old, fresh, margin) {
+    const count = Object.values(this.shown.gates).reduce((sum, heads) => sum + Object.keys(heads).length, 0);
+    const kind = `You set ${count} ${count === 1 ? "gate" : "gates"}. `;
+    if (old.index !== fresh.index) return `${kind}The answer was ${old.class} and is now ${fresh.class}.`;
+    if (most < 5e-4) return `${kind}The answer is still ${fresh.class}, and no probability changed by 0.1 points or more: for this picture the network does not need what you switched off.`;
+    return `${kind}The answer is still ${fresh.class}. Its probability changed by ${points(fresh.probability - old.probability)} points, the margin by ${points(margin)}.`;
+  }
+
+  /* What all heads do for this picture, seen by doing without them. */
+  withoutHeads(old, fresh) {
+    const all = `With all ${this.everyLayer.length * this.everyHead.length} heads off the answer`;
+    const [was, is] = [percent(old.probability), percent(fresh.probability)];
+    if (old.index !== fresh.index) return `${all} changes from ${old.class} (${was}) to ${fresh.class} (${is}): this picture needs the heads.`;
+    const still = `${all} is still ${fresh.class}, ${is} (${was} with them)`;
+    return fresh.probability < old.probability - NEEDED
+      ? `${still}. For this picture the stem and the feed-forward layers find the answer, and the heads make it surer.`
+      : `${still}. For this picture the stem and the feed-forward layers do the work: the heads add nothing that the answer needs.`;
   }
 
   paintRates() {
@@ -300,17 +346,17 @@ export class Painted {
     const none = !values || values.every((x) => x === null);
     const svg = this.$(".rates");
     svg.classList.toggle("none", none);
-    this.$(".rate-words").textContent = none ? "This quantity needs memberships, and the operator of this network has none." : RATES[state.rate];
+    this.$(".rate-words").textContent = none ? "This rate needs memberships, and this network has none." : RATES[state.rate];
     if (!none) {
       const series = [{ values, kind: "main", name: "now" }];
       const old = first?.rates[state.rate];
-      if (old && first !== told) series.push({ values: old, kind: "before", name: "before you changed a head" });
+      if (old && first !== told) series.push({ values: old, kind: "before", name: "before your change" });
       const unit = state.rate === "active" ? "heads" : "nats";
       const here = values[this.layer];
       const label = `${unit} by layer; ${here === null ? "none" : here.toFixed(2)} in layer ${this.layer}`;
       const range = state.rate === "active" ? { low: 0, high: this.heads } : {};
       curves(svg, { series, layer: this.layer, unit, label, room: this.rooms[1], format: (x) => x.toFixed(unit === "heads" ? 0 : 2), ...range });
-      if (series.length > 1) this.$(".rate-words").textContent += " Dashed: before you changed a head.";
+      if (series.length > 1) this.$(".rate-words").textContent += " The dashed line shows the rate before your change.";
     } else svg.replaceChildren();
     const own = told.certificates.find((each) => each.startsWith(`Layer ${this.layer} `) || each.startsWith(`Layer ${this.layer}:`));
     this.$(".certificate").textContent = own ?? told.certificates[0] ?? "";
@@ -328,7 +374,7 @@ export class Painted {
     const what = this.quantity();
     if (!some) {
       this.$(".through-title").textContent = "One patch through the layers";
-      this.$(".patch-words").textContent = "Click a patch of the map: how much it belongs to each head, layer by layer, is drawn here.";
+      this.$(".patch-words").textContent = "Click a patch of the map. This part then shows how much it belongs to each head, layer by layer.";
       return;
     }
     const row = (k) => layers.map((each) => each.maps[k]?.[patch] ?? null);
@@ -339,7 +385,7 @@ export class Painted {
     const range = layers[layer].kind === "membership" ? { low: Math.min(0, ...ends("low")), high: Math.max(1, ...ends("high")) } : {};
     const label = `${what} of the patch in ${place} in head ${head}, layer by layer: ${row(head).map(short).join(", ")}`;
     curves(svg, { series, layer, unit: what, label, room: this.rooms[2], format: short, ...range });
-    this.$(".patch-words").textContent = `Thick: head ${head}; thin: the other heads. Heads of the same number in two layers are different subspaces. Click another patch to follow that one.`;
+    this.$(".patch-words").textContent = `The thick line is head ${head}, the thin lines are the other heads. Heads with the same number in two layers are different subspaces. Click another patch to follow it.`;
     this.$(".patch").dataset.values = JSON.stringify(row(head));
   }
 }

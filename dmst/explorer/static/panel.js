@@ -1,6 +1,6 @@
 /* One network's panel: it asks for what the state wants, keeps what it got, and turns clicks into changes of the state. */
 
-import { ramp } from "./draw.js";
+import { greyed, ramp } from "./draw.js";
 import { live, look, rates, seen, start } from "./net.js";
 import { Painted } from "./paint.js";
 import { forced, modelOf, setGate, state } from "./state.js";
@@ -88,6 +88,7 @@ export class Panel extends Painted {
         if (signal.aborted || this.shown.key !== this.wanted.key) return;
         Object.assign(this.shown, { rates: now, ratesBefore: first });
         this.paintRates();
+        if (state.map === "gradient") this.paintMap(); // it comes with the rates
         this.prepare(image);
         return;
       }
@@ -98,7 +99,8 @@ export class Panel extends Painted {
       if (signal.aborted) return;
       const same = this.shown?.model === model && this.shown.image === image;
       const last = same ? this.shown.rates ?? this.shown.last : null;
-      this.shown = { ...wanted, picture, before, look: now, rates: null, last, ratesBefore: same ? this.shown.ratesBefore : null };
+      const grey = same ? this.shown.grey : greyed(picture);
+      this.shown = { ...wanted, picture, grey, before, look: now, rates: null, last, ratesBefore: same ? this.shown.ratesBefore : null };
       this.other = false;
       this.waiting(null);
       this.changed("look", {}, this);
@@ -150,6 +152,13 @@ export class Panel extends Painted {
     this.changed("gates");
   }
 
+  /* These heads of these layers off; back, where they all are off. */
+  switchAll(layers, heads) {
+    const gate = this.areOff(layers, heads) ? null : 0;
+    for (const l of layers) for (const k of heads) setGate(this.slot, l, k, gate);
+    this.changed("gates");
+  }
+
   patchAt(event) {
     const box = this.$(".map").getBoundingClientRect();
     const share = (at, from, size) => Math.min(Math.max((at - from) / size, 0), 0.9999);
@@ -189,17 +198,9 @@ export class Panel extends Painted {
       });
     }
     this.$(".off-here").addEventListener("click", () => this.toggle());
-    this.$(".off-all").addEventListener("click", () => {
-      const layers = this.shown.look.layers.map((_, l) => l);
-      const back = layers.every((l) => forced(this.slot, l, this.head) === 0) ? null : 0;
-      for (const l of layers) setGate(this.slot, l, this.head, back);
-      this.changed("gates");
-    });
-    this.$(".layer-off").addEventListener("click", () => {
-      const back = this.wholeLayerOff() ? null : 0;
-      for (let k = 0; k < this.heads; k++) setGate(this.slot, this.layer, k, back);
-      this.changed("gates");
-    });
+    this.$(".off-all").addEventListener("click", () => this.switchAll(this.everyLayer, [this.head]));
+    this.$(".layer-off").addEventListener("click", () => this.switchAll([this.layer], this.everyHead));
+    this.$(".all-off").addEventListener("click", () => this.switchAll(this.everyLayer, this.everyHead));
     this.$(".rate").addEventListener("change", (event) => this.changed("place", { rate: event.target.value }));
     this.$(".retry").addEventListener("click", () => {
       this.waiting(`Asking ${this.name()} …`);

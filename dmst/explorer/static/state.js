@@ -13,6 +13,7 @@ export const state = {
   patch: null, // {x, y}, its middle in shares of the picture: networks may cut it into other patches
   strength: STRENGTH,
   stretch: false,
+  map: "membership", // or "gradient": what the large map shows
   rate: "variational",
   theme: "system",
 };
@@ -58,6 +59,7 @@ export function toFragment() {
   for (const key of ["layer", "head"]) if (state[key] !== null) told.set(key, state[key]);
   told.set("patch", state.patch ? `${state.patch.x.toFixed(4)},${state.patch.y.toFixed(4)}` : "none");
   if (state.stretch) told.set("stretch", 1);
+  if (state.map === "gradient") told.set("map", "gradient");
   if (state.strength !== STRENGTH) told.set("strength", state.strength);
   if (state.rate !== "variational") told.set("rate", state.rate);
   return `#${told}`;
@@ -79,6 +81,7 @@ export function fromFragment(fragment) {
   const [x, y] = (asked.get("patch") ?? "0.5,0.5").split(",").map(Number);
   state.patch = x >= 0 && x < 1 && y >= 0 && y < 1 ? { x, y } : null;
   state.stretch = asked.get("stretch") === "1";
+  state.map = asked.get("map") === "gradient" ? "gradient" : "membership";
   const strength = Number(asked.get("strength") ?? STRENGTH);
   state.strength = strength >= 0 && strength <= 1 ? strength : STRENGTH;
   state.rate = ["complete", "coding", "active"].includes(asked.get("rate")) ? asked.get("rate") : "variational";
