@@ -64,7 +64,7 @@ def _side_by_side(found: Mapping[str, Mapping[str, LayerRates]]) -> Section:
         [str(i), *(_number(each.mean[each_name], i) for each in before.values() for each_name in BESIDE)] for i in range(depth)
     ]
     told = "In nats, on the same images, before each operator. R_var counts all heads, also the silent ones."
-    return Section("Networks compared", f"<p>{told}</p>{chart}{table(columns, rows)}")
+    return Section("Side by side", f"<p>{told}</p>{chart}{table(columns, rows)}")
 
 
 def _number(values: Sequence[float], layer: int) -> str:

@@ -92,4 +92,4 @@ def maps(
                         ]
                         typer.echo(json.dumps(told, ensure_ascii=False))
         if not as_json:
-            typer.echo(f"{found.name}: wrote {done} pictures to {out}. {READ[drawn(trace, layers[0])[0]]}")
+            typer.echo(f"{found.name}: {done} pictures written to {out}. {READ[drawn(trace, layers[0])[0]]}")

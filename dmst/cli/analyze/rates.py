@@ -41,7 +41,7 @@ COLUMNS = {
 }
 UNITS = "Rates are in nats (1 nat = 1.44 bits): mean over images ± standard deviation."
 SPREAD = ("variational", "complete", "coding")
-COMPARED = "Here R_var counts all heads, also the silent ones, so that networks with and without a gate can be compared."
+COMPARED = "Here R_var counts every head, also the silent ones, so that networks with and without a gate can be compared."
 WEIGHTS = typer.Argument(None, help="Shipped networks, saved models or finished runs. Default: dmst_cifar10.")
 
 
