@@ -1,4 +1,4 @@
-"""How many of 1,000 test images the networks that ship read with all heads of all layers switched off, beside as they are.
+"""How many of 10,000 test images the networks that ship read with all heads of all layers switched off, beside as they are.
 
 python benchmarks/heads_off.py --data-dir DIR [--json results/twins/heads-off.json]
 """
@@ -31,9 +31,10 @@ def main() -> None:
     asked.add_argument("--data-dir", required=True)
     asked.add_argument("--json", type=Path)
     told, found = asked.parse_args(), {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, data in NETWORKS.items():
-        model = read_weights(name)
-        images = sample(model, data, data_dir=told.data_dir, limit=1000)
+        model = read_weights(name).to(device)
+        images = sample(model, data, data_dir=told.data_dir, limit=10_000, batch_size=500, device=device)
         every = {layer: range(model.config.num_heads) for layer in range(len(model.blocks))}
         found[name] = {
             "images": images.name,

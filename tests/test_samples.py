@@ -43,10 +43,10 @@ def test_photographs_where_nothing_is_at_hand() -> None:
     """Real ones, which ship; of a network of grey images in grey."""
     found = sample(create_model("dmst_cifar"), limit=5)
     assert found.name == "the photographs that ship (cat, rocket, astronaut, coffee, photographer)"
-    assert [(images.shape, labels) for images, labels in found] == [((1, 3, 32, 32), None)] * 5
-    assert sample(create_model("dmst_cifar")).titles == PHOTOS
+    assert [(images.shape, labels) for images, labels in found] == [((5, 3, 32, 32), None)]
+    assert sample(create_model("dmst_cifar")).titles == tuple(PHOTOS)
     ((images, _), *_) = list(sample(create_model("dmst_cifar", in_chans=1)))
-    assert images.shape == (1, 1, 32, 32) and images.std() > 0.1
+    assert images.shape == (6, 1, 32, 32) and images.std() > 0.1
 
 
 def test_photos(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_run_is_looked_at_by_what_it_was_evaluated_on(tmp_path: Path) -> None:
 
 def test_any_shape_and_dtype_that_the_network_has() -> None:
     ((images, _), *_) = list(sample(create_model("dmst_cifar", img_size=64, dtype=torch.float64), limit=3))
-    assert images.shape == (1, 3, 64, 64) and images.dtype == torch.float64
+    assert images.shape == (3, 3, 64, 64) and images.dtype == torch.float64
     with pytest.raises(OptionError, match="squares only"):
         sample(create_model("dmst_cifar", img_size=(32, 64)))
     ((images, _),) = list(sample(create_model("dmst_digits", dtype=torch.bfloat16), limit=3))

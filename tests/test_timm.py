@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import dmst
 from dmst.errors import UnknownNameError
+from dmst.models import shipped
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.config import ModelConfig
 from dmst.models.positions import FourierPosition
@@ -51,7 +52,7 @@ def test_every_model_is_registered_under_a_name_of_its_own() -> None:
     assert set(timm.list_models("dmst_*")) == {name for name in ours if name.startswith("dmst_")}
     assert timm.list_models("dmst_vit_tiny*") == ["dmst_vit_tiny_patch8_224", "dmst_vit_tiny_patch16_224"]
     assert timm.list_models("crate_cifar", include_tags=True) == ["crate_cifar.untrained"]
-    assert timm.list_models("dmst_*", pretrained=True) == []
+    assert set(timm.list_models(module="timm", pretrained=True)) == {f"{timm_name(name)}.shipped" for name in shipped.SHIPPED}
 
 
 @every_model
@@ -70,10 +71,23 @@ def test_a_small_one_is_that_of_the_zoo(name: str) -> None:
 
 
 def test_tags() -> None:
-    model = timm.create_model("dmst_digits.untrained")
-    assert model.pretrained_cfg["tag"] == "untrained" and model.pretrained_cfg["architecture"] == "dmst_digits"
+    model = timm.create_model("tost_digits.untrained")
+    assert model.pretrained_cfg["tag"] == "untrained" and model.pretrained_cfg["architecture"] == "tost_digits"
     with pytest.raises(RuntimeError, match="Invalid pretrained tag"):
         timm.create_model("dmst_digits.paper_in1k")
+
+
+@pytest.mark.parametrize("name", list(shipped.SHIPPED))
+def test_weights_that_ship(name: str) -> None:
+    """As `dmst.create_model(name, pretrained=True)` has them; with other classes, a new classifier and the same backbone."""
+    stored = shipped.answers(name)
+    model = timm.create_model(timm_name(name), pretrained=True).eval()
+    assert model.pretrained_cfg["tag"] == "shipped"
+    with torch.no_grad():
+        assert (model(stored["images"]) - stored["logits"]).abs().max() < shipped.NEAR
+        other = timm.create_model(timm_name(name), pretrained=True, num_classes=3).eval()
+        assert other(stored["images"]).shape == (8, 3)
+    assert torch.equal(other.blocks[0].norm.weight, model.blocks[0].norm.weight)
 
 
 def test_the_models_of_timm_are_still_its_own() -> None:
@@ -256,9 +270,9 @@ def test_keywords_reach_the_model() -> None:
         create("dmst_cifar", drop_block_rate=0.1)
 
 
-def test_no_weights_are_published() -> None:
-    with pytest.raises(RuntimeError, match=r"No pretrained weights exist for dmst_digits\. Use `pretrained=False`"):
-        timm.create_model("dmst_digits", pretrained=True)
+def test_where_no_weights_ship_there_are_none() -> None:
+    with pytest.raises(RuntimeError, match=r"No pretrained weights exist for tost_digits\. Use `pretrained=False`"):
+        timm.create_model("tost_digits", pretrained=True)
 
 
 @one_of_each

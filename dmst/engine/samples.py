@@ -74,13 +74,13 @@ def sample(
     config, dtype = model.config, next(model.parameters()).dtype
     held = None if data or photos else prepare.evaluated_by(run, data_dir)
     if photos:
-        return _photos(
-            model, [Path(path) for path in photos], "1 photo" if len(photos) == 1 else f"{len(photos)} photos", device
-        )
+        words = "1 photo" if len(photos) == 1 else f"{len(photos)} photos"
+        return _photos(model, [Path(path) for path in photos], words, batch_size, device)
     if not data and held is None:
         if (config.in_chans, config.img_size) != (1, (8, 8)):
-            chosen = [photo(name) for name in PHOTOS[:limit]]
-            return _photos(model, chosen, f"the photographs that ship ({', '.join(PHOTOS[:limit])})", device)
+            names = list(PHOTOS)[:limit]
+            words = f"the photographs that ship ({', '.join(names)})"
+            return _photos(model, [photo(name) for name in names], words, batch_size, device)
         data = "digits"
     image_set: ImageSet = catalog.open_set(data or "", split, data_dir=data_dir) if held is None else held
     name = f"{image_set}: "
@@ -96,9 +96,9 @@ def sample(
     return Sample(name, len(image_set), batches, fingerprint=image_set.fingerprint)
 
 
-def _photos(model: VisionModel, paths: Sequence[Path], name: str, device: torch.device | str) -> Sample:
+def _photos(model: VisionModel, paths: Sequence[Path], name: str, batch_size: int, device: torch.device | str) -> Sample:
     """Each as the network sees it; they have no labels."""
     config, dtype, view = model.config, next(model.parameters()).dtype, prepare.view_of(model)
     given = [Photo(path, max(config.num_classes, 1), config.in_chans) for path in paths]
-    batches = [next(iter(EvalStream(each, view, batch_size=1, device=device))).images.to(dtype) for each in given]
-    return Sample(name, len(given), [(images, None) for images in batches], tuple(path.stem for path in paths))
+    images = torch.cat([next(iter(EvalStream(each, view, batch_size=1, device=device))).images.to(dtype) for each in given])
+    return Sample(name, len(given), [(some, None) for some in images.split(batch_size)], tuple(path.stem for path in paths))
