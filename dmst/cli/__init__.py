@@ -106,7 +106,7 @@ def models(
         return
     if shipped or verify:
         for name in ours.SHIPPED:
-            told = f"ok, outputs within {ours.verify(name):.1e} of the stored ones" if verify else ours.measured(name)
+            told = f"ok, answers within {ours.verify(name):.1e} of the stored ones" if verify else ours.measured(name)
             typer.echo(f"{name}: {told}")
         typer.echo("`dmst models --card NAME` prints the model card: data, recipe, accuracy by class, limits.")
         return
