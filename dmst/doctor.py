@@ -168,7 +168,7 @@ def operator_table(device: torch.device) -> list[Row]:
             continue
         for dtype in (torch.bfloat16, torch.float32):
             training, inference = (_kernel_of(operator, device, dtype, grad) for grad in (True, False))
-            why = "not of the family"
+            why = "has no fused kernel"
             if isinstance(operator, TokenStatistics):
                 why = tidy(choice.verdict(device, dtype, operator.form, WIDTH, "auto").why)
             key = (name, training, inference, why)
@@ -340,28 +340,28 @@ def _idle(f: Facts) -> bool:
 
 RULES: tuple[tuple[Callable[[Facts], object], Finding], ...] = (  # when it holds; its text, filled in from the facts
     (lambda f: _idle(f) and not f.hidden and f.cuda_build is None, Finding(
-        "problem", "there is an NVIDIA GPU here, and torch {f.versions[torch]} is built for the CPU",
-        "install a CUDA build of torch; https://pytorch.org/get-started/locally gives the line for pip")),
+        "problem", "this machine has an NVIDIA GPU, but torch {f.versions[torch]} is a CPU build",
+        "install a CUDA build of torch; https://pytorch.org/get-started/locally shows the pip command")),
     (lambda f: _idle(f) and not f.hidden and f.cuda_build, Finding(
-        "problem", "there is an NVIDIA GPU here, and torch for CUDA {f.cuda_build} cannot use it. {f.cuda_says}",
+        "problem", "this machine has an NVIDIA GPU, but torch for CUDA {f.cuda_build} cannot use it. {f.cuda_says}",
         "install an NVIDIA driver new enough for CUDA {f.cuda_build}; in a container, pass the GPU in (--gpus all)")),
     (lambda f: _idle(f) and f.hidden, Finding(
-        "note", "CUDA_VISIBLE_DEVICES hides the GPU that is here", "unset CUDA_VISIBLE_DEVICES to use it")),
+        "note", "CUDA_VISIBLE_DEVICES hides the GPU of this machine", "unset CUDA_VISIBLE_DEVICES to use it")),
     (lambda f: f.triton and f.best.capability >= choice.OLDEST_DEVICE, Finding(
         "problem", "the fused kernels cannot be used on this GPU: {f.triton}",
         "pip install --upgrade 'dmst[kernels]'; until then the plain kernels are used")),
     (lambda f: (0, 0) < f.best.capability < choice.OLDEST_DEVICE, Finding(
         "note", "{f.best.name} ({f.best.what}) is too old for the fused kernels, which need {oldest}",
-        "nothing to mend: the plain kernels are used")),
+        "nothing to do: the plain kernels are used")),
     (lambda f: f.triton_asked and f.versions["triton"] not in (None, f.triton_asked), Finding(
-        "note", "torch {f.versions[torch]} asks for triton {f.triton_asked}, and triton {f.versions[triton]} is here",
+        "note", "torch {f.versions[torch]} needs triton {f.triton_asked}, but triton {f.versions[triton]} is installed",
         "pip install triton=={f.triton_asked}")),
 )  # fmt: skip
 REMEDIES = {
     "torchvision": f"{PAIR_REMEDY}; dmst itself does not need torchvision, only dmst[timm] does",
     "timm": "pip install --force-reinstall 'dmst[timm]'; dmst itself does not need it",
     "fused": 'call dmst.use_kernels("reference") first, and report this with the output of dmst doctor --json',
-    "plain": "torch computes wrongly here: pip install --force-reinstall torch, or report this with dmst doctor --json",
+    "plain": "torch gives wrong results here: pip install --force-reinstall torch, or report this with dmst doctor --json",
 }
 
 
@@ -373,9 +373,9 @@ def examine(facts: Facts, checks: Iterable[Check]) -> list[Finding]:
     for name, message in facts.broken.items():
         if not (name == "timm" and "torchvision" in facts.broken):  # which it imports: one cause, one finding
             remedy = REMEDIES.get(name, f"pip install --force-reinstall {name}")
-            what = (name == "torchvision" and facts.misfit) or f"{name} does not import: {message}"
+            what = (name == "torchvision" and facts.misfit) or f"{name} cannot be imported: {message}"
             found.append(Finding("problem" if name in NEEDED else "note", what, remedy))
-    found += [Finding("note", what, "none is needed by who does not use it") for what in facts.operators]
+    found += [Finding("note", what, "only needed if you use this operator") for what in facts.operators]
     for test in checks:
         if test.failures:
             what = f"self-test of {test.kernel} in {test.dtype} on {test.device}: {'; '.join(test.failures)}"
@@ -435,10 +435,10 @@ def show(report: Report) -> None:
             grid.add_row(*map(escape, row))
         console.print(f"[bold]{title}[/]", grid, "", sep="\n")
 
-    versions = {name: version or "absent" for name, version in facts.versions.items()}
-    notes = dict.fromkeys(facts.broken, "does not import") | {"triton": f"torch asks for {facts.triton_asked or 'none'}"}
+    versions = {name: version or "not installed" for name, version in facts.versions.items()}
+    notes = dict.fromkeys(facts.broken, "cannot be imported") | {"triton": f"torch needs {facts.triton_asked or 'none'}"}
     if facts.versions.get("torchvision"):
-        notes["torchvision"] = "does not fit torch" if facts.misfit else notes.get("torchvision", "fits torch")
+        notes["torchvision"] = "does not match torch" if facts.misfit else notes.get("torchvision", "matches torch")
     versions |= {name: f"{versions[name]}, {note}" for name, note in notes.items() if name in versions}
     versions["torch"] += f", CUDA {facts.cuda_build}" if facts.cuda_build else ", without CUDA"
     table("Versions", ("", ""), versions.items())
@@ -448,14 +448,14 @@ def show(report: Report) -> None:
     title = f"Kernels on {facts.best.name}, width {WIDTH}, {HEADS} heads, {' and '.join(both)}"
     table(title, ("operator", "training", "inference", "why"), rows)
     tests = [
-        (c.kernel, c.device, c.dtype, f"{c.output:.1e} of {c.output_bar:.0e}",
-         "-" if c.gradient is None else f"{c.gradient:.1e} of {c.gradient_bar:.0e}", "failed" if c.failures else "ok")
+        (c.kernel, c.device, c.dtype, f"{c.output:.1e} ({c.output_bar:.0e})",
+         "-" if c.gradient is None else f"{c.gradient:.1e} ({c.gradient_bar:.0e})", "failed" if c.failures else "ok")
         for c in report.checks
     ]  # fmt: skip
-    table("Self-test: relative error, of what is allowed", ("kernel", "device", "dtype", "output", "gradients", ""), tests)
+    table("Self-test: relative error (allowed error)", ("kernel", "device", "dtype", "output", "gradients", "result"), tests)
     for finding in report.findings:
         colour = "red" if finding.level == "problem" else "yellow"
         console.print(f"[bold {colour}]{finding.level}[/] {escape(finding.what)}", soft_wrap=True)
         console.print(f"  remedy: {escape(finding.remedy)}", soft_wrap=True)
     problems = sum(finding.level == "problem" for finding in report.findings)
-    console.print("[bold green]All is well.[/]" if report.well else f"[bold red]{problems} to mend.[/]")
+    console.print("[bold green]No problems found.[/]" if report.well else f"[bold red]Problems found: {problems}.[/]")

@@ -700,5 +700,5 @@ def test_training_is_timed_with_its_input(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("runs", ["0", "1,x3", "1x2x3", "two", ""])
 def test_a_bad_number_of_runs_is_named(runs: str) -> None:
-    with pytest.raises(OptionError, match="whole numbers with commas"):
+    with pytest.raises(OptionError, match="whole numbers separated by commas"):
         bench_command.bench_training("digits", [], None, "cpu", runs, 0.1, None, None)

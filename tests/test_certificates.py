@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from dmst import cli, create_model, objective
 from dmst.analysis import certificates
 from dmst.analysis.certificates import QUANTITIES, Certificate, ascending, certificate_of, certify, descent, rate_by_head
+from dmst.cli.analyze.certify import COLUMNS
 from dmst.engine.train import train
 from dmst.errors import OptionError, Stopped, UnknownNameError
 from dmst.kernels import Form, reference
@@ -221,13 +222,13 @@ def test_proximal_with_a_scalar_scale_descends_and_a_negative_one_climbs() -> No
             assert layer.descends == layer.guaranteed == 1.0 and layer.shortest > 1 and not layer.raising
             assert all(head["frozen"].mean <= 0 for head in layer.heads)
         told = found.sentences()
-        assert all("lowers the rate" in line and "100% of the images, guaranteed on 100%; no head" in line for line in told)
+        assert all("lowers the rate" in line and "100% of the images (guaranteed on 100%). No head" in line for line in told)
         with torch.no_grad():
             network.blocks[1].residual.scale.fill_(-0.5)
         layer = certify(network, IMAGES).layers[1]
         assert layer.descends == layer.guaranteed == layer.shortest == 0.0 and layer.total["bound"].mean > 0
         assert "Layer 1 raises the rate by" in layer.sentence() and "falls on 0% of the images" in layer.sentence()
-        assert "every head raises it" in layer.sentence() or f"{layer.raising[-1]} raise" in layer.sentence()
+        assert "Every head raises it" in layer.sentence() or f"{layer.raising[-1]} raise" in layer.sentence()
 
 
 def test_it_streams() -> None:
@@ -298,11 +299,19 @@ def test_bad_input() -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+def test_every_column_has_a_line_in_the_legend() -> None:
+    text = command("certify", "dmst_digits", "--limit", "5")
+    head, *_ = (line.split() for line in text.splitlines() if line.split()[:1] == ["layer"])
+    explained = [line for line in text.splitlines() if "  " in line.strip() and line.startswith(tuple(COLUMNS))]
+    assert " ".join(head) == " ".join(["layer", *COLUMNS]) and [line.partition("  ")[0] for line in explained] == list(COLUMNS)
+    assert all(len(line) <= 80 for line in explained)
+
+
 def test_the_command() -> None:
-    text = command("certify", "--limit", "20")
+    text = command("certify", "dmst_digits", "--limit", "20")
     assert "dmst_digits on digits test: 20 of 359 images by hash" in text and "c = d/eps² = 1 (eps = 5.65685), raw U" in text
     table = [line.split() for line in text.splitlines() if re.match(r"\s+\d ", line)]
-    told = json.loads(command("certify", "--limit", "20", "--json", "--batch-size", "7"))
+    told = json.loads(command("certify", "dmst_digits", "--limit", "20", "--json", "--batch-size", "7"))
     assert (told["weights"], told["images"], told["data"]) == ("dmst_digits", 20, "digits test: 20 of 359 images by hash")
     found = Certificate.from_dict({key: value for key, value in told.items() if key not in ("weights", "data")})
     assert len(table) == len(found.layers) == 4 and all(line in text for line in found.sentences())
@@ -311,19 +320,21 @@ def test_the_command() -> None:
         assert row[:4] == [
             str(layer.layer),
             f"{total['rate'].mean:.2f}",
-            *(f"{total[x].mean:+.2f}" for x in ("bound", "frozen")),
+            f"{total['frozen'].mean:+.2f}",
+            f"{layer.descends:.0%}",
         ]
-        assert row[4:7] == [f"{layer.descends:.0%}", f"{layer.guaranteed:.0%}", f"{total['longest'].mean:.2f}"]
+        assert row[4:7] == [f"{total['bound'].mean:+.2f}", f"{layer.guaranteed:.0%}", f"{total['longest'].mean:.2f}"]
         assert row[7:] == [f"{total[x].mean:+.2f}" for x in ("anew", "normed", "reread")]
-    assert "c = d/eps² = 128 (eps = 0.5), U orthonormal" in command("certify", "--limit", "5", "--eps", "0.5", "--orthonormal")
+    other = command("certify", "dmst_digits", "--limit", "5", "--eps", "0.5", "--orthonormal")
+    assert "c = d/eps² = 128 (eps = 0.5), U orthonormal" in other
 
 
 @pytest.mark.parametrize("verb", ["certify", "theorem"])
 def test_the_page_quotes_the_command(verb: str) -> None:
     """Word for word, and every number within what another machine's rounding may change."""
     page = (ROOT / "docs/certificates.md").read_text()
-    quoted = page.partition(f"$ dmst analyze {verb}\n")[2].partition("```")[0].split()
-    printed = command(verb).split()
+    quoted = page.partition(f"$ dmst analyze {verb} dmst_digits\n")[2].partition("```")[0].split()
+    printed = command(verb, "dmst_digits").split()
     number = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]\d+)?")
     assert len(quoted) > 50 and [number.sub("#", word) for word in quoted] == [number.sub("#", word) for word in printed]
     for one, other in zip(quoted, printed, strict=True):
@@ -357,7 +368,7 @@ def test_when_a_run_should_end() -> None:
     assert ascending(events([1.0, -1.0], [-1.0, 1.0])) == ascending(events([None, 0.0], [None, 2.0])) == ""
     assert ascending(events([1.0, 1.0], [1.0, 1.0], [-1.0, -1.0])) == ""
     once = ascending(events([9.0, 9.0], [-1.0, 0.25], [1.0, 0.5]))
-    assert once == "At 2 evaluations in a row layer 1 (+0.25 and +0.5 nats) raises its own rate."
+    assert once == "At 2 evaluations in a row, layer 1 (+0.25 and +0.5 nats) raises its own rate."
     assert "layer 0 (+1 and +2 nats), layer 1 (+1 and +3 nats) raise their own rates" in ascending(
         events([1.0, 1.0], [2.0, 3.0])
     )

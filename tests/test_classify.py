@@ -60,8 +60,8 @@ def test_what_cannot_be_read_costs_itself_alone(photos: Path, tmp_path: Path) ->
     assert said.exit_code == 1 and "broken.png" in first["problem"] and second["top"][0]["class"] == "2"
     for words, message in (
         ([""], "name is empty"),
-        ([str(tmp_path / "nothing.png")], "is not there"),
-        ([str(tmp_path / "folder")], "holds no images"),
+        ([str(tmp_path / "nothing.png")], "does not exist"),
+        ([str(tmp_path / "folder")], "has no images"),
     ):
         (tmp_path / "folder").mkdir(exist_ok=True)
         with pytest.raises(OptionError, match=message):
@@ -123,7 +123,7 @@ def test_networks_of_ones_own_keep_their_names(photos: Path, tmp_path: Path) -> 
         assert {each["class"] for each in json.loads(said.stdout)["top"]} == names
     for names, message in (
         (("one",), "1 names for 2 classes"),
-        (("cat", 3), "must be a tuple of text"),
+        (("cat", 3), "must be a tuple of names"),
         ("ab", "must be a tuple"),
     ):
         model.class_names = names  # type: ignore[assignment]

@@ -78,7 +78,7 @@ def test_list_takes_the_variable_and_says_where_there_is_none(folder: Path) -> N
     assert "class folders" in run("list", folder=folder)[1]
     code, text = run("list")
     assert code == 0
-    assert "set DMST_DATA" in text
+    assert "Set DMST_DATA" in text
     assert "class folders" not in text
 
 
@@ -106,7 +106,7 @@ def test_info_tells_all(folder: Path) -> None:
         assert fact in text
     assert f"{folder / 'cifar10'}, class folders" in text
     variant = catalog.open_set("cifar10", "train", data_dir=folder).variant
-    assert f"30 images, 10 classes; say beside a result: {variant}" in text
+    assert f"30 images, 10 classes; name this with every result: {variant}" in text
     assert f"{official.FILES['cifar10'][0].bytes / 1e6:,.0f} MB" in text
 
 
@@ -124,7 +124,7 @@ def test_info_where_nothing_is(tmp_path: Path) -> None:
     assert text.count(f"not in {tmp_path}") == 2
     code, text = run("info", "svhn")
     assert code == 0
-    assert "set DMST_DATA" in text
+    assert "Set DMST_DATA" in text
     code, text = run("info", "digits", columns=200)
     assert code == 0
     assert "1,438 images of 8 x 8, 10 classes" in text
@@ -164,7 +164,7 @@ def test_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, text = run("fetch", "cifar10", "--timeout", 7, folder=tmp_path / "new", columns=300)
     assert code == 0
     assert (tmp_path / "new" / FILE.path).read_bytes() == CONTENT
-    assert f"here {tmp_path / 'new' / FILE.path}" in text
+    assert f"ready {tmp_path / 'new' / FILE.path}" in text
     assert catalog.CATALOG["cifar10"].licence in text
     assert catalog.CATALOG["cifar10"].citation in text
 

@@ -41,7 +41,7 @@ def test_a_sound_machine_has_no_findings() -> None:
 
 
 MACHINES = [
-    (facts(gpu=True), "problem", "2.13.0+cpu is built for the CPU", "pytorch.org"),
+    (facts(gpu=True), "problem", "2.13.0+cpu is a CPU build", "pytorch.org"),
     (facts(gpu=True, cuda_build="13.0", cuda_says="driver too old"), "problem", "cannot use it. driver too old", "CUDA 13.0"),
     (facts(gpu=True, cuda_build="13.0", hidden=True), "note", "CUDA_VISIBLE_DEVICES", "unset"),
     (facts(gpu=True, hidden=True), "note", "CUDA_VISIBLE_DEVICES", "unset"),
@@ -51,10 +51,10 @@ MACHINES = [
     (
         facts(broken={"torchvision": "RuntimeError: nms"}),
         "note",
-        "torchvision does not import: RuntimeError: nms",
+        "torchvision cannot be imported: RuntimeError: nms",
         "dmst[timm]",
     ),
-    (facts(broken={"torchvision": "nms", "timm": "nms"}), "note", "torchvision does not import", "index"),
+    (facts(broken={"torchvision": "nms", "timm": "nms"}), "note", "torchvision cannot be imported", "index"),
     (
         facts(broken={"torchvision": "nms"}, misfit="0.28.0+cu130 does not fit"),
         "note",
@@ -64,11 +64,11 @@ MACHINES = [
     (
         facts(triton_asked="3.7.1")._replace(versions={"torch": "2.13.0+cu130", "triton": "3.8.0"}),
         "note",
-        "torch 2.13.0+cu130 asks for triton 3.7.1, and triton 3.8.0 is here",
+        "torch 2.13.0+cu130 needs triton 3.7.1, but triton 3.8.0 is installed",
         "pip install triton==3.7.1",
     ),
-    (facts(broken={"timm": "ImportError: x"}), "note", "timm does not import: ImportError: x", "'dmst[timm]'"),
-    (facts(broken={"pillow": "ImportError: x"}), "problem", "pillow does not import", "--force-reinstall pillow"),
+    (facts(broken={"timm": "ImportError: x"}), "note", "timm cannot be imported: ImportError: x", "'dmst[timm]'"),
+    (facts(broken={"pillow": "ImportError: x"}), "problem", "pillow cannot be imported", "--force-reinstall pillow"),
 ]
 
 
@@ -85,9 +85,7 @@ def test_each_problem_has_its_remedy(machine: Facts, level: str, what: str, reme
 @pytest.mark.parametrize("triton", ["Triton is not installed", "Triton cannot be used (RuntimeError: x)"])
 def test_triton_matters_only_beside_a_gpu(triton: str) -> None:
     assert doctor.examine(facts(triton=triton), []) == []
-    assert doctor.examine(facts(gpu=True, triton=triton), [])[0].what.endswith(
-        "is built for the CPU"
-    )  # the first thing to mend
+    assert doctor.examine(facts(gpu=True, triton=triton), [])[0].what.endswith("is a CPU build")  # the first thing to mend
     assert "Triton" in doctor.examine(facts(H200, triton=triton), [])[0].what
 
 
@@ -313,7 +311,7 @@ def test_all_is_well_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "MEMBERS", {"tpsusa": doctor.MEMBERS["tpsusa"]})  # all of them: test_the_kernels_of_...
     code, text = run()
     assert code == 0, text
-    assert text.rstrip().endswith("All is well.")
+    assert text.rstrip().endswith("No problems found.")
     assert errors.misfit() in text  # the pair that is here, if it does not fit
     for name in (
         "dmst",
@@ -331,13 +329,17 @@ def test_all_is_well_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # what is installed, what is wrong with it, what the table of versions says
 SHOWN = [
-    ({"torchvision": "0.28.0+cpu", "triton": "3.8.0"}, {}, ["0.28.0+cpu, fits torch", "3.8.0, torch asks for none"]),
-    ({"torchvision": "0.28.0", "triton": None}, {"broken": {"torchvision": "x"}}, ["0.28.0, does not import", "absent, torch"]),
-    ({"torchvision": "0.28.0+cu130"}, {"broken": {"torchvision": "x"}, "misfit": "x"}, ["0.28.0+cu130, does not fit torch"]),
+    ({"torchvision": "0.28.0+cpu", "triton": "3.8.0"}, {}, ["0.28.0+cpu, matches torch", "3.8.0, torch needs none"]),
+    (
+        {"torchvision": "0.28.0", "triton": None},
+        {"broken": {"torchvision": "x"}},
+        ["0.28.0, cannot be imported", "not installed"],
+    ),
+    ({"torchvision": "0.28.0+cu130"}, {"broken": {"torchvision": "x"}, "misfit": "x"}, ["0.28.0+cu130, does not match torch"]),
     (
         {"torchvision": None, "triton": "3.7.1"},
         {"triton_asked": "3.7.1"},
-        ["torchvision  absent ", "3.7.1, torch asks for 3.7.1"],
+        ["torchvision  not installed ", "3.7.1, torch needs 3.7.1"],
     ),
 ]
 
@@ -358,11 +360,11 @@ def test_the_exit_status_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(doctor, "self_test", lambda devices, tick: [passed()])
     code, text = run()
     assert code == 1
-    assert "problem there is an NVIDIA GPU here" in text
+    assert "problem this machine has an NVIDIA GPU" in text
     assert "ImportError: [x]" in text
     assert CPU.what in text
     assert "pip install --force-reinstall 'dmst[timm]'" in text
-    assert text.rstrip().endswith("1 to mend.")
+    assert text.rstrip().endswith("Problems found: 1.")
     code, text = run("--json")
     assert code == 1
     told = json.loads(text)

@@ -68,7 +68,7 @@ def test_the_childs_end_of_the_line() -> None:
     picture = decoding.TOLD.pack(False, *pixels.shape) + pixels.tobytes()
     assert said.startswith(picture) and said.endswith(picture)
     refused, length, *_ = decoding.TOLD.unpack(said[len(picture) :][: decoding.TOLD.size])
-    assert refused and said[len(picture) + decoding.TOLD.size :][:length].decode().startswith("it is no JPEG")
+    assert refused and said[len(picture) + decoding.TOLD.size :][:length].decode().startswith("it is not a JPEG")
 
 
 def test_a_child_that_is_gone_is_replaced(decoder: Decoder) -> None:

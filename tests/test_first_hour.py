@@ -150,7 +150,7 @@ def test_what_the_commands_said(home: Home, readme: dict[str, subprocess.Complet
     assert re.search(r"^time +about \d+ (second|minute)", block, re.MULTILINE)
     assert "PHOTOS, 20 % held out: " in readme["dmst evaluate runs/PHOTOS"].stdout
     page = (home.folder / "dmst_cifar10-report.html").read_text()
-    assert "right, of 10,000 images" in page and "What is taken for what" in page and "astronaut" in page
+    assert "accuracy (top-1) on 10,000 images" in page and "Confusion" in page and "astronaut" in page
     assert "PHOTOS, 20 % held out" in (home.folder / "PHOTOS-report.html").read_text()
     assert list((home.folder / "maps").glob("*photo*.png"))
     beside = readme["dmst analyze rates dmst_cifar10 tost_cifar10"].stdout
@@ -195,7 +195,7 @@ def test_a_wrong_word_gets_one_line(home: Home) -> None:
     for line, words in (
         ("train --data PHOTOS --model tost_cifar10 --init-from dmst_cifar100 --out runs/x", ["dmst_cifar10 or dmst_cifar100"]),
         ("train --data one", ["one class", "at least two"]),
-        ("classify nowhere.jpg", ["nowhere.jpg is not there"]),
+        ("classify nowhere.jpg", ["nowhere.jpg does not exist"]),
     ):
         done = home.dmst(line)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr

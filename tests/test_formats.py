@@ -415,14 +415,14 @@ def test_a_folder_without_splits_is_train(tmp_path: Path) -> None:
         put(tmp_path / name / "1.png", noise(3, 5, 3))
     found = folders.read(tmp_path, Asked("things", "train"))
     assert found.classes == ("test", "train", "tree") and found.where(1) == str(tmp_path / "train/1.png")
-    with pytest.raises(BadFileError, match=r"no split 'test': it would be in test/ or val/"):
+    with pytest.raises(BadFileError, match=r"no split 'test': it needs a folder test/ or val/"):
         folders.read(tmp_path, Asked("things", "test"))
 
 
 def test_a_folder_with_a_test_split_alone(tmp_path: Path) -> None:
     put(tmp_path / "val/a/1.png", noise(3, 5, 3))
     assert folders.read(tmp_path, Asked("things", "test")).classes == ("a",)
-    with pytest.raises(BadFileError, match=r"no split 'train': it would be in train/, with"):
+    with pytest.raises(BadFileError, match=r"no split 'train': it needs a folder train/ with"):
         folders.read(tmp_path, Asked("things", "train"))
 
 
@@ -442,7 +442,7 @@ def test_the_order_of_the_classes_can_be_given(tmp_path: Path) -> None:
             "test",
             "misses the class b",
         ),
-        (lambda root: (root / "train/b/1.png").rename(root / "train/b/1.txt"), "train", r"b has no image: .* end in \.jpg"),
+        (lambda root: (root / "train/b/1.png").rename(root / "train/b/1.txt"), "train", r"b has no images: .* end in \.jpg"),
         (lambda root: (root / "test/b/1.png").unlink(), "test", "test/b has no image"),
         (lambda root: (root / "test").rename(root / "exam"), "test", "has no split 'test'"),
         (lambda root: (root / "train").rename(root / "learn"), "train", "has no split 'train'"),

@@ -271,7 +271,9 @@ def test_what_is_not_a_saved_model_is_never_deleted(what: str, tmp_path: Path) -
     occupy(place, what)
     before = {p: (p.is_symlink() and os.readlink(p)) or (p.is_file() and p.read_bytes()) for p in tmp_path.rglob("*")}
     for overwrite in (False, True):
-        with pytest.raises(OptionError, match=r"place (exists|holds something else than a saved model): choose another folder"):
+        with pytest.raises(
+            OptionError, match=r"place (exists|contains files that are not of a saved model): choose another folder"
+        ):
             save_model(tiny(), place, overwrite=overwrite)
         after = {p: (p.is_symlink() and os.readlink(p)) or (p.is_file() and p.read_bytes()) for p in tmp_path.rglob("*")}
         assert after == before
@@ -675,9 +677,9 @@ def test_a_folder_that_is_none(where: str, folder: Path, tmp_path: Path) -> None
         pytest.param(b"[]", "must hold an object", id="list"),
         pytest.param(b"null", "must hold an object", id="null"),
         pytest.param(b'"dmst"', "must hold an object", id="text"),
-        pytest.param(b"\xff\xfe{}", "not JSON|must hold|states no sha256", id="half a UTF-16"),
+        pytest.param(b"\xff\xfe{}", "not JSON|must hold|has no sha256", id="half a UTF-16"),
         pytest.param(b'{"\xff": 1}', "not JSON", id="bad UTF-8"),
-        pytest.param(b"{}", "states no sha256", id="nothing"),
+        pytest.param(b"{}", "has no sha256", id="nothing"),
     ],
 )
 def test_a_config_that_is_none(raw: bytes, message: str, folder: Path, untouched: None) -> None:
@@ -706,9 +708,9 @@ def put(*keys: str, value: Any) -> Callable[[dict], None]:
         (put("dmst", "config", value="abc"), "config.json"),
         (put("dmst", "config", value=5), "config.json"),
         (put("dmst", "config", value={}), r"does not hold the weights of custom"),
-        (put("dmst", "files", value={}), "misses 'model.safetensors'"),
+        (put("dmst", "files", value={}), "has no entry 'model.safetensors'"),
         (put("dmst", "files", value=[]), "was not written by save_model"),
-        (put("dmst", "files", WEIGHTS, value={"size": 1}), "misses 'sha256'"),
+        (put("dmst", "files", WEIGHTS, value={"size": 1}), "has no entry 'sha256'"),
         (put("dmst", value=5), "was not written by save_model"),
         (put("dmst", value=None), "was not written by save_model"),
         (put("dmst", "config", "dim", value="16"), "dim is '16'"),
@@ -750,7 +752,7 @@ def test_what_a_newer_version_says_beside_the_config_does_no_harm(folder: Path) 
 def test_without_hashes_only_on_request(folder: Path) -> None:
     wanted = load_model(folder)
     foreign(folder)
-    with pytest.raises(BadFileError, match=r"states no sha256, so damage could not be seen: pass unverified=True"):
+    with pytest.raises(BadFileError, match=r"has no sha256, so damage could not be detected: pass unverified=True"):
         load_model(folder)
     loaded = load_model(folder, unverified=True)
     assert same(loaded, wanted) and loaded.config == wanted.config and not loaded.training
@@ -806,7 +808,7 @@ def test_a_save_that_was_killed_between_two_renames_is_found_again(tmp_path: Pat
     aside = tmp_path / ".m [1].old.abc"
     aside.mkdir()
     (tmp_path / "m [1]").rename(aside / "m [1]")
-    with pytest.warns(UserWarning, match="was cut off: loading the model that was there before it"):
+    with pytest.warns(UserWarning, match="was interrupted: loading the model that was there before"):
         assert same(load_model(tmp_path / "m [1]"), first)
     save_model(second, tmp_path / "m [1]")
     assert names(tmp_path) == ["m [1]"]
@@ -856,7 +858,7 @@ def test_options_that_json_would_change_are_refused(value: Any, tmp_path: Path, 
 
     monkeypatch.setitem(OPERATORS, "odd", Odd)
     model = tiny(operator="odd", odd=value)
-    with pytest.raises(OptionError, match="a saved model keeps text, numbers"):
+    with pytest.raises(OptionError, match="a saved model can store only text, numbers"):
         save_model(model, tmp_path / "m")
     assert names(tmp_path) == []
 
@@ -867,9 +869,9 @@ HUGE = {"dim": 2**19, "patch_size": 2**19, "img_size": 2**19, "in_chans": 2**19,
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("dmst", "files", "model.safetensors", "size"), None, "holds no config and no size"),
-        (("dmst", "files", "model.safetensors", "size"), "1", "holds no config and no size"),
-        (("dmst", "config", "operator_options"), {"self": 1}, "says what no config can|operator_options"),
+        (("dmst", "files", "model.safetensors", "size"), None, "has no config or no size"),
+        (("dmst", "files", "model.safetensors", "size"), "1", "has no config or no size"),
+        (("dmst", "config", "operator_options"), {"self": 1}, "is not a valid config|operator_options"),
         (("dmst", "config", "depth"), 900_000, "tensors for 900000 blocks"),
         (("dmst", "config", "readout_depth"), 900_000, "tensors for 900000 blocks"),
         (("dmst", "config"), HUGE, "describes a network that cannot be"),

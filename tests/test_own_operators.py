@@ -80,7 +80,7 @@ MODULES = {
     "spelled_wrong.py": ("def f(:", "(SyntaxError: "),
     "lacks.py": ("import a_library_that_is_not_there", "No module named 'a_library_that_is_not_there' (lacks.py, line 1)"),
     "leaves.py": ("raise SystemExit(0)", "SystemExit: 0"),
-    "json.py": ("", "there is another module of the name json. Rename the file."),
+    "json.py": ("", "another module has the name json. Rename the file."),
     "takes.py": (
         "from dmst.operators import *\nOPERATORS['dmsa'] = MHSA",
         "('dmsa' is an operator of dmst itself: give yours another name)",
@@ -93,9 +93,7 @@ MODULES = {
 def test_a_module_that_cannot_be_imported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # to be put back as it was
-    told = (
-        "there is no such file" if name == "missing.py" else f"there is no module {name}, neither in this folder nor installed"
-    )
+    told = "the file does not exist" if name == "missing.py" else f"the module {name} is neither in this folder nor installed"
     if name in MODULES:
         code, told = MODULES[name]
         (tmp_path / name).write_text(code)

@@ -415,7 +415,7 @@ def test_the_command(tiny: None, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["reproduce", "--all", "--render", *places])
     assert done.exit_code == 0 and "not run" in (tmp_path / "out/gates.md").read_text()
     assert (tmp_path / "out/tiny.md").read_text() == render.markdown("tiny", ledger.read(tmp_path / "ledger"))
-    for words, message in ((["gate"], "gates"), ([], "say which table")):
+    for words, message in ((["gate"], "gates"), ([], "no table was named")):
         failed = CliRunner().invoke(cli.app, ["reproduce", *words, *places])
         assert failed.exit_code != 0 and message in str(failed.exception)
 

@@ -272,7 +272,7 @@ def test_foreground_reads_the_maps_of_the_trace(family: str) -> None:
         assert found.layers[0].median[measure] == pytest.approx(np.median(told.numpy()), abs=1e-6)
     assert found.best["iou_area"].mean == pytest.approx(1) and found.head["iou_area"] == ((1, 2), (1, 2))
     assert found.share == pytest.approx((masks == 1).float().mean().item())
-    assert found.ahead["iou_area"].low > 0 and "finds the thing better" in found.verdict
+    assert found.ahead["iou_area"].low > 0 and "finds the object better" in found.verdict
     assert (row.used is None) == (family == "vit_tiny")
     if row.used is not None:
         gate = trace.layers[1].parts.gate

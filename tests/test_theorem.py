@@ -34,7 +34,9 @@ def model(name: str = "dmst_digits", **options: Any) -> VisionModel:
 
 
 def command(*arguments: str) -> str:
-    result = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(cli.app, ["analyze", "theorem", *arguments])
+    result = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(
+        cli.app, ["analyze", "theorem", "dmst_digits", *arguments]
+    )
     assert result.exit_code == 0, result.output
     return result.output
 

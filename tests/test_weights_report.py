@@ -49,8 +49,8 @@ def test_calibration_by_hand() -> None:
 def test_the_page(tmp_path: Path) -> None:
     """Of a network with a gate, of one without memberships, and of images without labels."""
     for name, wanted, missing in (
-        ("dmst_digits", ("Which heads a class uses", "Layer 0 ", "head&nbsp;0", "as sure as it is right"), "Surest</h3>"),
-        ("vit_digits", ("no rate to certify", "What is taken for what"), "Which heads"),
+        ("dmst_digits", ("Gates: which heads each class uses", "raised by heads", "head&nbsp;0", "perfect calibration"), "Highest confidence</h3>"),
+        ("vit_digits", ("no rate to certify", "Confusion"), "Which heads"),
     ):
         model = create_model(name, depth=2)
         looked = sample(model, limit=50)
@@ -60,7 +60,7 @@ def test_the_page(tmp_path: Path) -> None:
     model = create_model("dmst_cifar", depth=2, num_classes=3)
     looked = sample(model, limit=4)
     page = write_weights_report(tmp_path / "photos.html", model, looked, looked.name, weights="mine").read_text()
-    assert "Surest</h3>" in page and "as sure as it is right" not in page and "the photographs that ship" in page
+    assert "Highest confidence</h3>" in page and "perfect calibration" not in page and "the photographs that ship" in page
     with pytest.raises(OptionError, match="no images"):
         answers(model, [])
     with pytest.raises(OptionError, match="no labels"):
@@ -90,8 +90,8 @@ def test_weights_that_ship_show_what_is_known_of_them(tmp_path: Path) -> None:
     said = CliRunner().invoke(cli.app, ["report", "--out", str(out), "--device", "cpu"])
     assert said.exit_code == 0, said.output
     page = out.read_text()
-    assert "95.24%" in page and "right, of 10,000 images" in page and "measured on cifar10 test" in page
-    assert "884 of 1,000" in page and "What is taken for what" in page and "as sure as it is right" in page  # cats
+    assert "95.24%" in page and "accuracy (top-1) on 10,000 images" in page and "measured on cifar10 test" in page
+    assert "884 of 1,000" in page and "Confusion" in page and "perfect calibration" in page  # cats
     assert "no class for these: rocket, astronaut, coffee, photographer, galaxies" in page
     assert "the network says cat, 94% sure" in page and "<b>cat</b>" not in page
 
@@ -106,4 +106,4 @@ def test_a_run_has_its_curves_too(tmp_path: Path) -> None:
     assert said.exit_code == 0, said.output
     page = out.read_text()
     assert "40 of 28" in page and "digits test" not in page
-    assert page.index("Learning") < page.index("Answers</h2>") < page.index("How this was made</h2>")
+    assert page.index("Learning") < page.index("Predictions and membership maps</h2>") < page.index("Settings and versions</h2>")

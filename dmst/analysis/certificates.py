@@ -76,12 +76,12 @@ class LayerCertificate:
         change, again = self.total["frozen"].mean, self.total["reread"]
         how = "lowers" if change < 0 else "raises" if change > 0 else "does not change"
         by = f" by {_nats(change)} on average" if change else ""
-        heads = f"; {_heads(self.raising, len(self.heads))}" if change < 0 or self.raising else ""
+        heads = f" {_heads(self.raising, len(self.heads))}" if change < 0 or self.raising else ""
         then = "less" if again.mean < 0 else "more"
         return (
-            f"Layer {self.layer} {how} the rate{by}; it falls on {self.descends:.0%} of the images, guaranteed on "
-            f"{self.guaranteed:.0%}{heads}. Read again after the norm, the tokens cost {_nats(again.mean)} {then} (less on "
-            f"{again.below:.0%})."
+            f"Layer {self.layer} {how} the rate{by}. It falls on {self.descends:.0%} of the images (guaranteed on "
+            f"{self.guaranteed:.0%}).{heads} After the norm, with memberships and gates computed again, the tokens cost "
+            f"{_nats(again.mean)} {then} (less on {again.below:.0%} of the images)."
         )
 
 
@@ -207,7 +207,7 @@ def ascending(evaluations: Sequence[Mapping[str, Any]]) -> str:
     if not told:
         return ""
     what = f"{', '.join(told)} {'raise their own rates' if len(told) > 1 else 'raises its own rate'}"
-    return f"At {IN_A_ROW} evaluations in a row {what}."
+    return f"At {IN_A_ROW} evaluations in a row, {what}."
 
 
 # --- shared with theorem.py ------------------------------------------------------------------------------------------
@@ -285,8 +285,8 @@ def _nats(change: float) -> str:
 
 def _heads(raising: Sequence[int], heads: int) -> str:
     if not raising:
-        return "no head raises it"
+        return "No head raises it."
     if len(raising) == heads:
-        return "every head raises it"
+        return "Every head raises it."
     *most, last = map(str, raising)
-    return f"heads {', '.join(most)} and {last} raise it" if most else f"head {last} raises it"
+    return f"Heads {', '.join(most)} and {last} raise it." if most else f"Head {last} raises it."

@@ -68,11 +68,11 @@ def line_chart(
     whole_x: bool = True,
 ) -> str:
     """One SVG. NaN points are left out."""
-    left, right, top, bottom = 66, 16, 14, 44
+    left, right, top, bottom = 72, 16, 14, 44
     xs = [x for line in lines for x in line.xs if math.isfinite(x)]
     ys = [y for line in lines for row in (line.ys, line.low, line.high) if row is not None for y in row if math.isfinite(y)]
     if not xs or not ys:
-        return '<p class="note">Nothing to draw: no finite values.</p>'
+        return '<p class="note">Nothing to draw: there are no finite values.</p>'
     x0, x1 = span(xs)
     y0, y1 = span([*ys, *(y_range or ())])  # what was asked for, and all that is drawn
     x_ticks, y_ticks = ticks(x0, x1, whole=whole_x), ticks(y0, y1)

@@ -76,7 +76,7 @@ def head_maps(trace: Trace, layer: int) -> tuple[str, Tensor]:
         return "membership", maps(trace, layer)
     received = attention_received(trace, layer)
     if received is None:
-        raise OptionError("this model's operator computes neither memberships nor rows of attention: there are no maps.")
+        raise OptionError("this model's operator computes neither memberships nor attention weights, so it has no maps.")
     return "attention", received.unflatten(-1, trace.grid).float().cpu()
 
 
@@ -107,11 +107,11 @@ class Foreground:
     def verdict(self) -> str:
         ahead, found = self.ahead["iou_area"], self.best["iou_area"].mean
         which = " and ".join(f"head {head} of layer {layer}" for layer, head in dict.fromkeys(self.head["iou_area"]))
-        word = "finds the thing better than" if ahead.low > 0 else "is worse than" if ahead.high < 0 else "is no better than"
+        word = "finds the object better than" if ahead.low > 0 else "is worse than" if ahead.high < 0 else "is no better than"
         return (
-            f"The best {self.what} map ({which}; IoU {found:.3f} at the mask's area) {word} a map that says the middle of the "
-            f"picture ({self.centre['iou_area'].mean:.3f}): {ahead.mean:+.3f}, 95 % {ahead.low:+.3f} to {ahead.high:+.3f}, "
-            f"{self.images:,} images."
+            f"The best {self.what} map ({which}; IoU {found:.3f} at the mask's area) {word} a map that always marks the centre "
+            f"of the image (IoU {self.centre['iou_area'].mean:.3f}). Difference: {ahead.mean:+.3f}, 95 % interval "
+            f"{ahead.low:+.3f} to {ahead.high:+.3f}, {self.images:,} images."
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,17 +12,28 @@ from dmst.analysis.rates import PLACES, LayerRates
 from dmst.analysis.report import Section, table, write_report
 
 CURVES = {
-    "variational": ("R_var", "in each layer's subspaces, memberships sum to 1, silent heads cost nothing"),
-    "all_heads": ("R_var, every head", "the same with silent heads counted: networks with and without a gate can be compared"),
-    "raw": ("R_var, raw memberships", "as computed: grows with their mass, so compare with `mass` below"),
-    "complete": ("complete rate", "what lies outside a subspace is paid for too"),
-    "coding": ("coding rate", "all tokens as one Gaussian"),
-    "gap": ("decorrelation gap", "0 where the channels of every head are uncorrelated"),
-    "active": ("heads on", "whose gate is not 0"),
-    "mass": ("mass", "memberships of a token summed over heads"),
+    "variational": (
+        "R_var",
+        "The variational rate: the cost of the tokens in the subspaces of the heads. Memberships are scaled to sum to 1. A "
+        "silent head (gate exactly 0) costs nothing.",
+    ),
+    "all_heads": (
+        "R_var, all heads",
+        "The same, but silent heads count too. Use it to compare networks with and without a gate.",
+    ),
+    "raw": (
+        "R_var, raw memberships",
+        "The same as R_var, with the memberships as the network computes them. It grows with their sum: see the mass below.",
+    ),
+    "complete": ("complete rate", "Also counts the part of the tokens that lies outside the subspaces."),
+    "coding": ("coding rate", "The cost of all tokens as one Gaussian, without groups."),
+    "gap": ("decorrelation gap", "0 if the channels of every head are uncorrelated."),
+    "active": ("heads on", "The number of heads whose gate is above 0."),
+    "mass": ("mass", "The memberships of a token, summed over the heads."),
 }
 
 
+WHERE = PLACES | {"input": "before the operator"}
 BESIDE = {"all_heads": "R_var", "complete": "complete", "coding": "coding"}  # what can be compared between networks
 
 
@@ -30,25 +41,29 @@ def write_page(path: str | Path, found: Mapping[str, Mapping[str, LayerRates]], 
     """`found`: network -> place -> rates; `images`: those that all of them looked at."""
     first = next(iter(next(iter(found.values())).values()))
     drawn = [*([_side_by_side(found)] if len(found) > 1 else []), *sections(found)]
-    lead = f"<p>{escape(', '.join(found))} on {escape(images)}. Line: mean over images; band: one standard deviation.</p>"
-    footer = (
-        f"<p>{escape(first.convention.rpartition(', ')[0])}. After the operator and after the block: the same layer's norm "
-        "and subspaces, memberships computed anew.</p>"
+    lead = (
+        "<p>A <b>rate</b> is the number of nats needed to encode the tokens of an image (1 nat = 1.44 bits). This page shows "
+        f"it for every layer of {escape(', '.join(found))}, measured on {escape(images)}. Lines: mean over images. Bands: one "
+        "standard deviation.</p>"
     )
-    return write_report(path, "What the layers do to the rate", lead, drawn, footer)
+    footer = (
+        f"<p>How rates are measured: {escape(first.convention.rpartition(', ')[0])}. After the operator and after the block: "
+        "with the norm and the subspaces of the same layer, and memberships computed again.</p>"
+    )
+    return write_report(path, "Rates of the layers", lead, drawn, footer)
 
 
 def _side_by_side(found: Mapping[str, Mapping[str, LayerRates]]) -> Section:
     """One chart and one table of all networks, at the operator's input."""
     before = {where: rates["input"] for where, rates in found.items()}
     name = "all_heads" if any(math.isfinite(x) for each in before.values() for x in each.mean["all_heads"]) else "coding"
-    chart = line_chart(_lines(before, name), "layer", f"{CURVES[name][0]}, nats")
+    chart = line_chart(_lines(before, name), "layer", f"{CURVES[name][0]} (nats)")
     columns = ["layer", *(f"{where}: {word}" for where in before for word in BESIDE.values())]
     depth = max(len(each.mean["coding"]) for each in before.values())
     rows = [
         [str(i), *(_number(each.mean[each_name], i) for each in before.values() for each_name in BESIDE)] for i in range(depth)
     ]
-    told = "The same images, the tokens that each layer's operator reads. R_var counts every head, also the silent ones."
+    told = "In nats, on the same images, before each operator. R_var counts all heads, also the silent ones."
     return Section("Side by side", f"<p>{told}</p>{chart}{table(columns, rows)}")
 
 
@@ -71,8 +86,8 @@ def sections(found: Mapping[str, Mapping[str, LayerRates]], which: Sequence[str]
 
 def _section(name: str, title: str, words: str, found: Mapping[str, Mapping[str, LayerRates]]) -> Section:
     charts = ""
-    for at, place in PLACES.items():
+    for at, place in WHERE.items():
         lines = _lines({where: rates[at] for where, rates in found.items() if at in rates}, name)
-        unit = "" if name in ("active", "mass") else ", nats"
+        unit = "" if name in ("active", "mass") else " (nats)"
         charts += f"<div><h3>{escape(place)}</h3>{line_chart(lines, 'layer', title + unit)}</div>"
-    return Section(title, f'<p>{escape(words)}</p><div class="charts three">{charts}</div>')
+    return Section(title[0].upper() + title[1:], f'<p>{escape(words)}</p><div class="charts three">{charts}</div>')

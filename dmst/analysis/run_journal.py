@@ -21,7 +21,6 @@ from dmst.models import VisionModel
 Event = dict[str, Any]
 MOST_POINTS = 40  # of a line, whose dots then stand apart
 WEIGHTS = {"model": "the last weights", "ema": "the averaged weights"}
-SPLITS = {"holdout": "images held out of training"}  # the others are called as users write them: test, train
 
 
 class Run:
@@ -50,16 +49,22 @@ class Run:
             self.recipe = {}
 
     @property
+    def name(self) -> str:
+        return printable(self.facts.get("data", "unnamed images"))
+
+    @property
     def data(self) -> str:
         """What was learnt from, with what must be said beside its name."""
         variant = self.facts.get("variant")
-        return printable(self.facts.get("data", "unnamed images")) + (f" ({printable(variant)})" if variant else "")
+        return self.name + (f" ({printable(variant)})" if variant else "")
 
     @property
     def seen(self) -> str:
-        """What was evaluated, as it stands beside every accuracy."""
-        name, split = printable(self.facts.get("data", "unnamed images")), SPLITS.get(self.evaluated, self.evaluated)
-        return f"{name} {split}{self.data.removeprefix(name)}"
+        """What was evaluated, as it stands beside every accuracy: "digits test", or "photos, 20 % held out"."""
+        if self.evaluated == "holdout":  # the variant of what was learnt from says the share
+            held = printable(self.facts.get("variant") or "").replace("without the ", "")
+            return f"{self.name}, {held or 'held out'}"
+        return f"{self.name} {self.evaluated}{self.data.removeprefix(self.name)}"
 
     @property
     def pace(self) -> float:

@@ -30,46 +30,53 @@ def _by_layer(shown: list[Event], name: str) -> str:
     for i, event in enumerate(shown, 1):
         values = list(map(number, event["layers"][name]))
         lines.append(Line(f"epoch {event['epoch']}", range(len(values)), values, colour=f"c{i}"))
-    return line_chart(lines, "layer", f"{name} rate, nats")
+    return line_chart(lines, "layer", f"{name} rate (nats)")
 
 
 def _heads_over_time(shown: list[Event], heads: list[int]) -> Iterator[str]:
     epochs = numbers(shown, "epoch")
     rows = [list(map(number, event["layers"]["active"])) for event in shown]
-    line = Line("mean of the layers, least to most", epochs, list(map(mean, rows)), list(map(min, rows)), list(map(max, rows)))
+    line = Line("mean over layers, band: all layers", epochs, list(map(mean, rows)), list(map(min, rows)), list(map(max, rows)))
     yield line_chart([line], "epoch", f"heads that are on, of {max(heads)}", y_range=(0, max(heads)))
     never = [float(sum(map(len, event["layers"]["never"]))) for event in shown]
     if any(never):
-        lost = Line(f"all layers, of {sum(heads):,}", epochs, never, colour="c2")
-        yield line_chart([lost], "epoch", "heads that no image chose", y_range=(0, max(never)), digits=0)
+        lost = Line(f"all layers, of {sum(heads):,} heads", epochs, never, colour="c2")
+        yield line_chart([lost], "epoch", "heads off for all images", y_range=(0, max(never)), digits=0)
 
 
 def _layers_in_words(run: Run, last: Event) -> str:
     told = (
-        f"<p>What the layers read, measured on {last['images']:,} images of {escape(run.seen)} with {WEIGHTS[run.final]}. The "
-        "<b>coding rate</b> is how many nats the tokens cost as one cloud"
+        "<p>A <b>rate</b> is the number of nats needed to encode the tokens that a layer reads. The <b>coding rate</b> encodes "
+        "all tokens as one group."
     )
+    where = f" Measured on {last['images']:,} images of {escape(run.seen)} with {WEIGHTS[run.final]}."
     if "variational" not in last:
-        return told + f". {escape(run.operator)} computes no memberships: it has no other rate, and no maps.</p>"
-    told += "; the <b>variational rate</b>, how many inside the layer's subspaces, each by its memberships."
+        return told + f"{where} {escape(run.operator)} computes no memberships: it has no other rate, and no maps.</p>"
+    told += " The <b>variational rate</b> encodes them in the subspaces of the layer's heads, weighted by their memberships."
     if "active" in last:
         lost, total = sum(map(len, last["never"])), sum(last["heads"])
-        told += " Silent heads cost nothing there, so it also falls where heads fall silent. At the last evaluation "
         told += (
-            f"{lost:,} of the {total:,} heads were chosen by no image." if lost else f"each of the {total:,} heads was chosen."
+            " A head is on for an image if its <b>gate</b> is above 0. A head that is off costs nothing, so the variational "
         )
-    note = f"Variational: unit-length projected tokens, c = p/eps², eps = {last['eps']:g}, memberships that sum to 1."
+        told += "rate also falls when heads are off.</p><p>At the last evaluation, "
+        told += (
+            f"{lost:,} of the {total:,} heads were off for all images."
+            if lost
+            else f"each of the {total:,} heads was on for at least one image."
+        )
+    told += where
+    note = f"Variational rate: unit-length projected tokens, c = p/eps², eps = {last['eps']:g}, memberships that sum to 1."
     return f'{told}</p><p class="note">{note}</p>'
 
 
 def _layer_table(first: Event, last: Event, several: bool) -> str:
     """Every layer, at the first evaluation and at the last."""
-    names = {"variational": "variational rate", "coding": "coding rate", "active": "heads on"}
+    names = {"variational": "variational rate (nats)", "coding": "coding rate (nats)", "active": "heads on, mean"}
     names = {name: word for name, word in names.items() if name in last}
     rows = []
     for i, heads in enumerate(last["heads"]):
         pairs = [[f"{number(told[name][i]):.2f}" for told in ((first, last) if several else (last,))] for name in names]
         never = [", ".join(str(k) for k in last["never"][i]) or "none"] if "never" in last else []
         rows.append([str(i), *map(" → ".join, pairs), str(heads), *never])
-    columns = ["layer", *names.values(), "heads", *(["never chosen"] if "never" in last else [])]
-    return f"<h3>At the {'first and the ' if several else ''}last evaluation</h3>{table(columns, rows)}"
+    columns = ["layer", *names.values(), "heads in all", *(["heads off for all images"] if "never" in last else [])]
+    return f"<h3>{'First evaluation → last evaluation' if several else 'At the last evaluation'}</h3>{table(columns, rows)}"

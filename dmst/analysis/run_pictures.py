@@ -46,13 +46,15 @@ class Sample:
         pixels = pixels_of(self.images[i], self.model.pretrained_cfg)
         drawn = image(fit(pixels, size) if max(pixels.shape) > size else pixels, f"image {i + 1}, {self.name(i)}", size)
         said = short(named(self.classes, int(self.says[i])))
-        told = f"the network says {escape(said)}, {self.sure[i]:.0%} sure"
-        told = told if said == self.name(i) else f"<b>{escape(self.name(i))}</b>: {told}"
+        told = f"predicted {escape(said)}, {self.sure[i]:.0%}"
+        label = "" if self.titles else "label "
+        told = told if said == self.name(i) else f"{label}<b>{escape(self.name(i))}</b>: {told}"
         caption = f'<figcaption class="note" style="overflow-wrap:anywhere">{told}</figcaption>'
         return f'<figure style="margin:0;flex:none;width:{size}px">{drawn}{caption}</figure>'
 
 
-def memberships(sample: Sample, name: str = "image") -> str:
+def memberships(sample: Sample, name: str = "image", *, explained: bool = True) -> str:
+    """`explained`: with the words, which a page needs once."""
     model = sample.model
     with only_looking(model):
         first = model.blocks[0].trace(*model.embed(sample.images[:1]))  # type: ignore[operator]
@@ -65,17 +67,22 @@ def memberships(sample: Sample, name: str = "image") -> str:
     low, high = _ends(trace, layers)
     views = [(f"{row + 1}: {sample.name(i)}", _view(sample, i, trace, row, layers, low, high)) for row, i in enumerate(chosen)]
     told = [
-        "<p>Every layer gives each patch a <b>membership</b> in each of its heads, which are subspaces. Each map is a tensor "
-        "that the network computed, drawn cell for cell: the yellower, the more a patch belongs to the head."
+        "<p>A layer has several <b>heads</b>; each head looks at one subspace of the features. The <b>membership</b> of a "
+        "patch in a head, from 0 to 1, says how much the patch belongs to that head: yellow is more, dark blue is less."
     ]
     if first.parts.gate is not None:
         told.append(
-            " Under it stands the head's <b>gate</b>; a head whose gate is exactly 0 is <i>silent</i> for that image: it adds "
-            "nothing, and is drawn faintly."
+            " Under a map is the head's <b>gate</b>: how much the head adds for this image. A head is <i>silent</i> if its "
+            "gate is exactly 0: it adds nothing, and its map is drawn in grey."
         )
+    told.append("</p><p>Choose an image. Layers and heads count from 0. A map is a tensor of the network, one cell per patch.")
     if len(layers) < len(model.blocks):
-        told.append(f" {len(layers)} of its {len(model.blocks)} layers are drawn.")
-    return "".join(told) + "</p>" + tabs(name, views) + ramp(low, high, "membership", 2 if high - low > 0.1 else 4)
+        told.append(f" {len(layers)} of {len(model.blocks)} layers are shown.")
+    return (
+        ("".join(told) + "</p>" if explained else "")
+        + tabs(name, views)
+        + ramp(low, high, "membership", 2 if high - low > 0.1 else 4)
+    )
 
 
 def mistakes(sample: Sample, seen: str) -> str:
@@ -83,10 +90,10 @@ def mistakes(sample: Sample, seen: str) -> str:
     surest = wrong[sample.sure[wrong].argsort(descending=True, stable=True)].tolist()[:MOST_IMAGES]
     count = f"the first {len(sample.labels):,} images of {escape(seen)}"
     if not surest:
-        return f"<p>None of {count} is read wrong.</p>"
-    rest = f" The {len(surest)} surest:" if len(wrong) > len(surest) else ""
+        return f"<p>The network predicts all of {count} correctly.</p>"
+    rest = f" Shown: the {len(surest)} with the highest confidence (the percentage)." if len(wrong) > len(surest) else ""
     figures = "".join(sample.figure(i, THUMB) for i in surest)
-    return f'<p>{len(wrong):,} of {count} are read wrong.{rest}</p><div class="wrong">{figures}</div>'
+    return f'<p>The network gets {len(wrong):,} of {count} wrong.{rest}</p><div class="wrong">{figures}</div>'
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------

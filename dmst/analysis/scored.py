@@ -178,7 +178,7 @@ class Score:
     def word(self) -> str:
         if self.better is None:
             return "what chance gives"
-        return {1: "better than random", -1: "worse than random", 0: "as random"}[_sure(self.better)]
+        return {1: "better than random", -1: "worse than random", 0: "as good as random"}[_sure(self.better)]
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Scores:
             ahead += [order] if all(score.ahead is not None and _sure(score.ahead) > 0 for score in mine) else []
         return (
             f"Layer {self.layer}, {self.images:,} images: {'; '.join(said)}. "
-            f"Better than taking the middle of the picture first, in every test: {' and '.join(ahead) or 'none of them'}."
+            f"Better than starting at the centre of the image, in every test: {' and '.join(ahead) or 'none of them'}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def scored(
     One batch in memory at a time, and one number an image, order and test. `draws` random orders make one random area.
     """
     if not model.config.num_classes:
-        raise OptionError("the network has no classifier (num_classes is 0): there is no answer to lose.")
+        raise OptionError("the network has no classifier (num_classes is 0), so it predicts nothing that could be scored.")
     if draws < 1:
         raise OptionError(f"draws is {draws}: it must be at least 1.")
     found: dict[tuple[str, str], list[Tensor]] = {}

@@ -65,9 +65,9 @@ class LayerTheorem:
         mean = {name: numbers.mean for name, numbers in self.quantities.items()}
         verdict = "true" if mean["gain"] > 0 else "false"
         return (
-            f"Layer {self.layer}: the claim is {verdict} on average ({mean['gain']:+#.2g} nats) and on {self.holds:.0%} of the "
-            f"images: membership {mean['membership']:+#.2g}, mass {mean['mass']:+#.2g}, gate {mean['gate']:+#.2g}. The "
-            f"membership alone gains on {self.above['membership']:.0%}."
+            f"Layer {self.layer}: the claim is {verdict} on average ({mean['gain']:+#.2g} nats). It holds on {self.holds:.0%} "
+            f"of the images. Parts of the gain: membership {mean['membership']:+#.2g}, mass {mean['mass']:+#.2g}, gate "
+            f"{mean['gate']:+#.2g}. The membership part is above 0 on {self.above['membership']:.0%} of the images."
         )
 
 
@@ -94,7 +94,7 @@ class Theorem:
 
     def sentences(self) -> list[str]:
         if not any(self.layers):
-            return [f"{self.model}: its operator has no memberships of DMSA's family, and the theorem says nothing about it."]
+            return [f"{self.model}: the theorem does not apply, because the operator has no memberships like those of DMSA."]
         told = enumerate(self.layers)
         return [f"Layer {i}: no memberships." if each is None else each.sentence() for i, each in told]
 

@@ -39,10 +39,12 @@ from dmst.cli import analyze, bench, classify, data, explore, report, reproduce,
 from dmst.cli.imported import import_module
 
 IMPORTS = typer.Option(
-    [], "--import", metavar="MODULE", help="Import a module or a .py file first, so that its operators are known. Repeatable."
+    [], "--import", metavar="MODULE", help="Import a module or a .py file first, to use its operators. Repeatable."
 )
 
-app = typer.Typer(name="dmst", help="A white-box vision transformer.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    name="dmst", help="Train, use and look inside white-box vision transformers.", no_args_is_help=True, add_completion=False
+)
 
 
 def _version(asked: bool) -> None:
@@ -57,7 +59,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Say the versions and stop."),
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the versions and exit."),
     imports: list[str] = IMPORTS,
 ) -> None:
     for module in imports:
@@ -65,11 +67,11 @@ def _root(
 
 
 def operators() -> None:
-    """List the layers that networks can be made of, and the options of each."""
+    """List the attention layers (operators) and the options of each."""
     from dmst.operators import OPERATORS
 
-    table = Table("operator", "what it is")
-    table.add_column("options and their defaults", overflow="fold")
+    table = Table("operator", "description")
+    table.add_column("options and defaults", overflow="fold")
     known, problems = OPERATORS.look()
     for name, operator in known.items():
         home = inspect.getmodule(operator) if name in OPERATORS.built_in else operator
@@ -85,14 +87,16 @@ def operators() -> None:
 
 
 def models(
-    pattern: str = typer.Argument("*", help='Which names: "dmst_*", or a part of a name.'),
-    shipped: bool = typer.Option(False, "--shipped", help="Only those whose weights ship: what each was measured to do."),
-    card: str = typer.Option(None, metavar="NAME", help="The card of one that ships: data, recipe, accuracy by class, limits."),
-    verify: bool = typer.Option(False, "--verify", help="Check the weights that ship: their bytes, and their stored answers."),
+    pattern: str = typer.Argument("*", help='A pattern such as "dmst_*", or a part of a name.'),
+    shipped: bool = typer.Option(False, "--shipped", help="Only networks with weights that ship: their measured accuracy."),
+    card: str = typer.Option(
+        None, metavar="NAME", help="Print the model card of a shipped network: data, recipe, accuracy by class, limits."
+    ),
+    verify: bool = typer.Option(False, "--verify", help="Check the weights that ship: their bytes and their stored outputs."),
 ) -> None:
-    """List the networks by name, with their sizes.
+    """List the networks and their sizes.
 
-    Shape, tokens, and parameters with 10 and with 1000 classes. * marks weights that ship.
+    The last two columns are the parameters with 10 and with 1000 classes. * marks weights that ship.
     """
     from dmst.models import VisionModel, list_models, model_config
     from dmst.models import shipped as ours
@@ -102,9 +106,9 @@ def models(
         return
     if shipped or verify:
         for name in ours.SHIPPED:
-            told = f"answers within {ours.verify(name):.1e} of those stored" if verify else ours.measured(name)
+            told = f"ok, answers within {ours.verify(name):.1e} of the stored ones" if verify else ours.measured(name)
             typer.echo(f"{name}: {told}")
-        typer.echo("`dmst models --card NAME` says how each was made, its accuracy by class, and its limits.")
+        typer.echo("`dmst models --card NAME` prints the model card: data, recipe, accuracy by class, limits.")
         return
 
     def count(name: str, classes: int) -> str:
@@ -123,26 +127,26 @@ def models(
         shape = (config.operator, config.dim, config.depth, config.num_heads, tokens)
         typer.echo(row(name, *shape, count(name, 10), count(name, 1000)) + " *" * (name in ours.SHIPPED))
     typer.echo(
-        "Parameters, with the classifier. _patch16_224 may be left out of a name: dmst_tiny. *: weights ship (--shipped)."
+        "Last columns: parameters, with the classifier. You may leave _patch16_224 out of a name. *: weights ship (--shipped)."
     )
 
 
 def demo(
-    out: str = typer.Option("runs/demo", help="Where the report and the trained networks go."),
-    seeds: int = typer.Option(3, min=1, help="Runs of DMST."),
-    epochs: int = typer.Option(16, min=1, help="Passes over the digits."),
-    workers: int = typer.Option(None, min=1, help="Runs at a time; one a core if not given."),
+    out: str = typer.Option("runs/demo", help="The folder for the report and the trained networks."),
+    seeds: int = typer.Option(3, min=1, help="Runs of DMST, each with another seed."),
+    epochs: int = typer.Option(16, min=1, help="Epochs of each run."),
+    workers: int = typer.Option(None, min=1, help="Runs at the same time. Default: one per core."),
 ) -> None:
-    """Train small networks on digits, and see on a page what they learned."""
+    """Train small networks on digits, then show on a page what they learned. Takes a few minutes."""
     from dmst.demo import run_demo
 
     run_demo(out, seeds=seeds, epochs=epochs, workers=workers)
 
 
-def doctor(as_json: bool = typer.Option(False, "--json", help="The same as JSON.")) -> None:
-    """Check this machine: what is installed, and whether it computes right.
+def doctor(as_json: bool = typer.Option(False, "--json", help="Print the result as JSON.")) -> None:
+    """Check this machine: what is installed, and whether the kernels compute correctly.
 
-    Says which kernel each operator uses and why, and tests every kernel. Exit status 0: all is well.
+    Shows which kernel each operator uses and why, and tests every kernel. Exit status 0: no problem was found.
     """
     from dmst import doctor as office
 

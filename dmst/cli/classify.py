@@ -14,9 +14,9 @@ PHOTOS = typer.Argument(help="Image files, or folders of them.")
 def classify(
     photos: list[str] = PHOTOS,
     weights: str = typer.Option(
-        "dmst_cifar10", help="A network that ships (`dmst models --shipped`), a saved model, or a finished run."
+        "dmst_cifar10", help="A shipped network (`dmst models --shipped`), a saved model, or a finished run."
     ),
-    top: int = typer.Option(5, min=1, help="How many classes to tell."),
+    top: int = typer.Option(5, min=1, help="Number of classes to print."),
     maps: str = typer.Option(
         None,
         metavar="DIR",
@@ -24,11 +24,11 @@ def classify(
         "score of the likeliest class, dark blue ones lower it.",
     ),
     layer: int = typer.Option(-1, help="The layer of --maps, from 0; -1 is the last."),
-    unverified: bool = typer.Option(False, help="Take weights without hashes, such as timm writes."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object a line."),
+    unverified: bool = typer.Option(False, help="Accept weights without hashes, such as those of timm."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object per photo."),
     device: str = typer.Option("cpu", help="cpu, cuda or cuda:N."),
 ) -> None:
-    """Say what is in photos: the likeliest classes. Works offline.
+    """Classify photos: print the most likely classes. Works offline.
 
     dmst classify photo.jpg
 
@@ -36,7 +36,7 @@ def classify(
 
     dmst classify holiday/ --weights runs/mine --maps maps --json
 
-    A file that cannot be read is told of, and the others are classified; the exit status is then 1.
+    If a file cannot be read, the error is printed, the other files are classified, and the exit status is 1.
     """
     from dmst.analysis.membership import gradient_map, png, sheet
     from dmst.engine.classify import classify as answers

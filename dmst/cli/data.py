@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from dmst.data.formats import Format
     from dmst.data.official import Tick
 
-app = typer.Typer(name="data", help="List datasets, get them, and check them.", no_args_is_help=True)
-HELP = "The folder that holds the datasets."
+app = typer.Typer(name="data", help="List, download and check datasets.", no_args_is_help=True)
+HELP = "The folder of the datasets."
 SHOWN = 12  # classes, of more than twice as many
-NO_FOLDER = "No data folder: set DMST_DATA, or pass --data-dir, to the folder that holds the datasets."
+NO_FOLDER = "No data folder is set. Set DMST_DATA (or --data-dir) to the folder of the datasets."
 
 
 @app.command("list")
 def data_list(data_dir: str = typer.Option(None, envvar="DMST_DATA", help=HELP)) -> None:
-    """List every dataset: images for training and for testing, classes, and whether it is in the data folder.
+    """List the datasets: images (train + test), classes, and whether it is in the data folder.
 
-    The last column says in which form it was found, or how to get it. Nothing
-    is opened, so nothing is checked: `dmst data verify` compares checksums.
-    Recipes and commands take these names, and the path of any folder of class
-    folders.
+    The last column shows the format that was found, or how to get the dataset.
+    Nothing is opened or checked: use `dmst data verify` to compare checksums.
+    Recipes and commands accept these names, or the path of a folder with one
+    folder of images per class.
     """
     from dmst.data.catalog import CATALOG
 
@@ -45,7 +45,7 @@ def data_list(data_dir: str = typer.Option(None, envvar="DMST_DATA", help=HELP))
         images = " + ".join(f"{count:,}" for count in entry.counts.values())
         rows.append((name, images, str(_number_of_classes(entry)), _here(name, entry, folder)))
     console = Console(highlight=False)
-    console.print(_grid(("name", "images", "classes", "here"), rows))
+    console.print(_grid(("name", "train + test", "classes", "in the data folder"), rows))
     console.print(f"Data folder: {escape(data_dir)}" if data_dir else NO_FOLDER, soft_wrap=True)
 
 
@@ -53,17 +53,17 @@ def data_list(data_dir: str = typer.Option(None, envvar="DMST_DATA", help=HELP))
 def data_info(
     name: str = typer.Argument(help="A dataset of `dmst data list`, or a folder of images."),
     data_dir: str = typer.Option(None, envvar="DMST_DATA", help=HELP),
-    quick: bool = typer.Option(False, "--quick", help="Say where it lies, and do not open it to count."),
+    quick: bool = typer.Option(False, "--quick", help="Show where it is, without opening it to count the images."),
 ) -> None:
-    """Say all about one dataset: what it is, what one may do with it, and what of it is in the data folder.
+    """Describe a dataset: classes, licence, source, and which splits are in the data folder.
 
-    Every split that is found is opened: its images are counted, packed sheets
-    are compared with their sha256, and what a result must say beside the name
-    is said. Of ImageNet this takes a minute; --quick leaves it out. A folder of
-    your own (class folders, WebDataset shards, a Hugging Face dataset saved to
-    disk) is told about in the same way.
+    Every split that is found is opened and its images are counted; packed
+    sheets are compared with their sha256. This takes a minute for ImageNet;
+    --quick leaves it out. It also works for your own folder (class folders,
+    WebDataset shards, or a Hugging Face dataset saved to disk).
 
-    Exit status 0: what is here can be read. 1: a part of it cannot.
+    Exit status 0: everything that was found can be read. 1: a part of it
+    cannot.
     """
     from dmst.data.catalog import CATALOG
     from dmst.data.formats import SPLITS
@@ -89,29 +89,28 @@ def data_info(
         where = [f"{place[1]}, {place[0].what}"] if place else ["in scikit-learn"]
         rows.append((split, "\n".join([*where, *([told] if told else [])])))
         well &= sound
-    console.print("[bold]Here[/]", _grid(("", ""), rows), sep="\n")
+    console.print("[bold]In the data folder[/]", _grid(("", ""), rows), sep="\n")
     raise typer.Exit(0 if well else 1)
 
 
 @app.command("fetch")
 def data_fetch(
     name: str = typer.Argument(help="A dataset of `dmst data list`."),
-    data_dir: str = typer.Option(..., envvar="DMST_DATA", help="Where its files go; made if it is not there."),
-    timeout: float = typer.Option(60, min=1, help="Seconds without a byte after which the connection is given up."),
+    data_dir: str = typer.Option(..., envvar="DMST_DATA", help="The folder for the files. It is created if it does not exist."),
+    timeout: float = typer.Option(60, min=1, help="Give up after this many seconds without data."),
 ) -> None:
     """Download the official files of a dataset from their authors, over https.
 
-    Size and md5 are compared with what the authors publish before a file gets
-    its name; its sha256 is written to SHA256SUMS. A download that is cut off
-    goes on where it was when the command is run again. Archives that cannot be
-    read as they are, are unpacked beside; they may be deleted then.
+    Size and md5 are compared with those that the authors publish; the sha256 is
+    written to SHA256SUMS. If a download is interrupted, run the command again:
+    it continues. Archives that cannot be read directly are unpacked next to
+    the file; you may delete the archive then.
 
-    Where there is no network, the message says which file to get by hand, from
-    where, into which folder, with which checksum: run the command again, and it
-    checks and goes on.
+    Without network access, the message says which file to download by hand,
+    from where, into which folder, and its checksum. Then run the command again.
 
-    ImageNet asks every user to register and is not downloaded: `dmst data fetch
-    imagenet` says what to do.
+    ImageNet is not downloaded, because every user must register: `dmst data
+    fetch imagenet` explains what to do.
     """
     from dmst.data.catalog import CATALOG
     from dmst.data.fetch import fetch
@@ -123,23 +122,23 @@ def data_fetch(
     with _progress() as tick:
         paths = fetch(name, data_dir, tick=tick, timeout=timeout)
     for path in paths:
-        console.print(f"[green]here[/] {escape(str(path))}", soft_wrap=True)
+        console.print(f"[green]ready[/] {escape(str(path))}", soft_wrap=True)
 
 
 @app.command("verify")
 def data_verify(
-    name: str = typer.Argument(None, help="A dataset of `dmst data list`; every one if not given."),
+    name: str = typer.Argument(None, help="A dataset of `dmst data list`. Default: all."),
     data_dir: str = typer.Option(..., envvar="DMST_DATA", help=HELP),
 ) -> None:
-    """Compare the files in the data folder with the checksums that are known.
+    """Compare the files in the data folder with their known checksums.
 
-    Official files are compared by size and md5, as published, and with
-    SHA256SUMS; packed sheets by their sha256. Folders of images have no
-    checksum; `dmst data info` counts them, and a run looks at every image
-    before it begins.
+    Official files are compared by size and published md5, and with SHA256SUMS;
+    packed sheets by their sha256. Folders of images have no checksum: `dmst
+    data info` counts them, and a training run decodes every image once before
+    it starts.
 
-    Exit status 0: all that was found is sound. 1: a file is damaged or foreign,
-    or nothing was found.
+    Exit status 0: all files that were found are correct. 1: a file is damaged
+    or unknown, or no file was found.
     """
     from dmst.data.catalog import CATALOG
     from dmst.data.fetch import verify
@@ -149,9 +148,8 @@ def data_verify(
     console = Console(highlight=False)
     if not verdicts:
         what = f"no file of {name}" if name else "no file of a dataset"
-        console.print(
-            f"{data_dir}: {what} with a known checksum. `dmst data list` says what is there.", soft_wrap=True, markup=False
-        )
+        told = f"{data_dir} has {what} with a known checksum. `dmst data list` shows what is there."
+        console.print(told, soft_wrap=True, markup=False)
         raise typer.Exit(1)
     console.print(
         _grid(("", "file", ""), [("ok" if v.sound else "BAD", str(v.path.relative_to(data_dir)), v.told) for v in verdicts])
@@ -190,7 +188,7 @@ def _opened(name: str, split: str, data_dir: Path | None) -> tuple[str, bool]:
         return str(error), False
     pixels = found.pixels()
     size = "" if pixels is None else f" of {pixels.shape[2]} x {pixels.shape[1]}"
-    variant = f"; say beside a result: {found.variant}" if found.variant else ""
+    variant = f"; name this with every result: {found.variant}" if found.variant else ""
     return f"{len(found):,} images{size}, {len(found.classes):,} classes{variant}", True
 
 

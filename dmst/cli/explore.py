@@ -7,14 +7,14 @@ import typer
 MODELS = typer.Option(
     ["dmst_cifar10", "tost_cifar10"],
     "--model",
-    help="A network that ships (`dmst models --shipped`), a saved model, or a finished run; give it again for more.",
+    help="A shipped network (`dmst models --shipped`), a saved model, or a finished run. Repeatable.",
 )
 
 
 def explore(
     model: list[str] = MODELS,
-    host: str = typer.Option("127.0.0.1", help="Where to listen. Other than this machine alone: the link then has a token."),
-    port: int = typer.Option(0, min=0, max=65535, help="0: any that is free."),
+    host: str = typer.Option("127.0.0.1", help="Address to listen on. If others can reach it, the link contains a token."),
+    port: int = typer.Option(0, min=0, max=65535, help="Port; 0 takes any free one."),
     no_open: bool = typer.Option(False, "--no-open", help="Do not open the browser."),
     device: str = typer.Option("cpu", help="cpu, cuda or cuda:N."),
 ) -> None:

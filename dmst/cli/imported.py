@@ -14,7 +14,7 @@ def import_module(what: str) -> None:
     path = Path(what)
     is_file = path.suffix == ".py"
     if is_file and not path.is_file():
-        raise OptionError(f"--import {what}: there is no such file. Give the path of a .py file, or the name of a module.")
+        raise OptionError(f"--import {what}: the file does not exist. Give the path of a .py file, or the name of a module.")
     name, folder = (path.stem, str(path.parent.resolve())) if is_file else (what, str(Path.cwd()))
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -24,15 +24,17 @@ def import_module(what: str) -> None:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):  # what it imports is missing
             raise _broken(what, error) from error
         raise OptionError(
-            f"--import {what}: there is no module {error.name}, neither in this folder nor installed. "
-            "Go to its folder, install it, or give the path of its .py file."
+            f"--import {what}: the module {error.name} is neither in this folder nor installed. "
+            "Change to its folder, install it, or give the path of its .py file."
         ) from error
     except (Exception, SystemExit) as error:  # a module can do anything when it is imported
         raise _broken(what, error) from error
     found = getattr(module, "__file__", None)
     if is_file and not (found and Path(found).resolve() == path.resolve()):
-        raise OptionError(f"--import {what}: there is another module of the name {name}. Rename the file.")
+        raise OptionError(f"--import {what}: another module has the name {name}. Rename the file.")
 
 
 def _broken(what: str, error: BaseException) -> OptionError:
-    return OptionError(f"--import {what}: the module could not be imported ({in_one_line(error)}). Mend it, or leave it out.")
+    return OptionError(
+        f"--import {what}: the module could not be imported ({in_one_line(error)}). Correct it, or leave --import out."
+    )

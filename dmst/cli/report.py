@@ -8,25 +8,27 @@ import typer
 
 
 def report(
-    weights: str = typer.Argument("dmst_cifar10", help="A run, a saved model, or the name of one that ships."),
-    out: str = typer.Option(None, metavar="FILE.html", help="Where the page goes; NAME-report.html here if not given."),
-    data: str = typer.Option(
-        None, help="A dataset or a folder; if not given, what a run was evaluated on, or the photographs that ship."
+    weights: str = typer.Argument(
+        "dmst_cifar10", help="A shipped network (`dmst models --shipped`), a saved model, or a finished run."
     ),
-    split: str = typer.Option("test", help="test or train."),
-    data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are."),
-    limit: int = typer.Option(1000, min=1, help="At most so many images, chosen by hash."),
-    device: str = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given."),
+    out: str = typer.Option(None, metavar="FILE.html", help="The page to write. Default: NAME-report.html in this folder."),
+    data: str = typer.Option(
+        None, help="A dataset or a folder. Default: the images a run was evaluated on, else photos that ship with dmst."
+    ),
+    split: str = typer.Option("test", help="Which split of the dataset: test or train."),
+    data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="The folder of the datasets."),
+    limit: int = typer.Option(1000, min=1, help="Use at most this many images, always the same ones."),
+    device: str = typer.Option(None, help="cpu, cuda or cuda:N. Default: a GPU if there is one."),
 ) -> None:
-    """Write one page about a network: how good it is, and what its layers do.
+    """Write an HTML page about a network: how good it is, and what its layers do.
 
-    Accuracy, confusion, calibration, rates, certificates, gates, and answers with maps.
+    It shows accuracy, confusion, calibration, rates, certificates, gates, and predictions with maps.
 
     dmst report
 
     dmst report runs/cifar --data-dir DIR
 
-    A single file, which needs no network and runs no script.
+    The page is a single file. It works offline and runs no script.
     """
     from dmst.analysis.run_report import run_sections
     from dmst.analysis.weights_report import write_weights_report

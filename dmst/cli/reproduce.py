@@ -8,28 +8,30 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-CELLS = typer.Option([], "--cell", metavar="NAME", help="Only this cell of the table; give it again for more.")
+CELLS = typer.Option([], "--cell", metavar="NAME", help="Only this cell of the table. Repeatable.")
 
 
 def reproduce(
-    table: str = typer.Argument(None, help="A table of `dmst reproduce --list`; with --all, all of them."),
+    table: str = typer.Argument(None, help="A table of `dmst reproduce --list`."),
     cell: list[str] = CELLS,
-    every: bool = typer.Option(False, "--all", help="Every table."),
-    listed: bool = typer.Option(False, "--list", help="The tables, and how many of their runs the ledger has."),
-    render: bool = typer.Option(False, "--render", help="Run nothing: write the markdown of what the ledger has."),
-    folder: str = typer.Option("results/ledger", "--ledger", metavar="DIR", help="Where the ledger is."),
-    out: str = typer.Option("results", metavar="DIR", help="Where TABLE.md is written."),
-    data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are."),
-    weights: str = typer.Option(None, metavar="DIR", help="Keep the trained networks here, a folder each."),
+    every: bool = typer.Option(False, "--all", help="All tables."),
+    listed: bool = typer.Option(False, "--list", help="List the tables, and how many of their runs are finished."),
+    render: bool = typer.Option(False, "--render", help="Run nothing: write the markdown of the finished runs."),
+    folder: str = typer.Option(
+        "results/ledger", "--ledger", metavar="DIR", help="The folder of the ledger, the list of finished runs."
+    ),
+    out: str = typer.Option("results", metavar="DIR", help="The folder for TABLE.md."),
+    data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="The folder of the datasets."),
+    weights: str = typer.Option(None, metavar="DIR", help="Keep the trained networks in this folder."),
     pack: str = typer.Option(None, metavar="DIR", help="Run nothing: write ledger and weights as parts of at most 15 MiB."),
-    unpack: str = typer.Option(None, metavar="DIR", help="Run nothing: add the runs and weights of a pack to those here."),
-    device: str = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given."),
-    at_once: int = typer.Option(5, min=1, help="Runs that share the device."),
-    commit: str = typer.Option(None, help="What to call the source; else DMST_COMMIT, else what git says."),
+    unpack: str = typer.Option(None, metavar="DIR", help="Run nothing: add the runs and weights of a pack to the ledger."),
+    device: str = typer.Option(None, help="cpu, cuda or cuda:N. Default: a GPU if there is one."),
+    at_once: int = typer.Option(5, min=1, help="Runs at the same time on the device."),
+    commit: str = typer.Option(None, help="Name of the source version. Default: DMST_COMMIT, else the git commit."),
 ) -> None:
-    """Run the experiments of a table again, and write the table.
+    """Repeat the experiments of a table, and write the table.
 
-    Only what the table lacks is run. It is written as markdown: each number with its runs, spread and interval.
+    Only missing runs are started. The table is markdown: each number with its runs, spread and interval.
 
     dmst reproduce --list
 
@@ -39,8 +41,8 @@ def reproduce(
 
     dmst reproduce --all --render
 
-    A finished run is a line of the ledger; what is there is not run again. Several of these at once share the work: while one
-    compiles, another keeps the device busy.
+    A finished run is a line of the ledger and is not repeated. You can start this command several times at once: the processes
+    share the work.
     """
     from dmst.engine.console import watcher
     from dmst.errors import DmstError, OptionError, choose
@@ -53,7 +55,7 @@ def reproduce(
 
     kept = Path(weights) if weights else None
     if pack and unpack:
-        raise OptionError("--pack and --unpack are two commands: give one of them.")
+        raise OptionError("--pack and --unpack cannot be used together: choose one.")
     if pack:
         written = packs.pack(Path(folder), kept, Path(pack))
         models = len(list(kept.glob("*/"))) if kept else 0
@@ -61,18 +63,18 @@ def reproduce(
         return
     if unpack:
         got = packs.unpack(Path(unpack), Path(folder), kept)
-        typer.echo(f"{got.runs} runs and the weights of {got.weights} were new")
+        typer.echo(f"Added {got.runs} runs and the weights of {got.weights}.")
         return
     lines = ledger.read(Path(folder))
     if listed:
-        grid = Grid("table", "what", "cells", "runs")
+        grid = Grid("table", "title", "cells", "runs finished")
         for name, each in TABLES.items():
             done = sum(len(runs_of(each, cell, lines)) for cell in each.cells)
             grid.add_row(name, each.title, str(len(each.cells)), f"{done} of {sum(cell.seeds for cell in each.cells)}")
         Console().print(grid)
         return
     if not (table or every):
-        raise OptionError("say which table: one of `dmst reproduce --list`, or --all.")
+        raise OptionError("no table was named: choose one of `dmst reproduce --list`, or use --all.")
     names = list(TABLES) if every else [choose("table", table, TABLES)]
     for asked in cell:
         choose("cell", asked, [known.name for name in names for known in TABLES[name].cells])

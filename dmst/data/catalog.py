@@ -237,7 +237,7 @@ def _found(entry: Entry, asked: Asked, folder: Path) -> ImageSet:
     )
     raise BadFileError(
         f"{asked.name} {asked.split} is not in {folder}. Looked for, in this order: {looked}. "
-        f"{remedy} set {VARIABLE} (or data_dir, --data-dir) to the folder that holds it."
+        f"{remedy} set {VARIABLE} (or data_dir, --data-dir) to the folder that contains it."
     )
 
 
@@ -245,7 +245,7 @@ def _data_folder(name: str, data_dir: str | Path | None) -> Path:
     told = data_dir if data_dir is not None else os.environ.get(VARIABLE)
     if not told:
         raise OptionError(
-            f"where is {name}? Set the environment variable {VARIABLE} (or data_dir, --data-dir) to the folder that holds it."
+            f"where is {name}? Set the environment variable {VARIABLE} (or data_dir, --data-dir) to the folder that has it."
         )
     if not Path(told).is_dir():
         raise OptionError(f"{'data_dir' if data_dir is not None else VARIABLE} is {str(told)!r}, which is not a folder.")
@@ -257,7 +257,7 @@ def _right_number_of_classes(entry: Entry, found: ImageSet) -> None:
     if len(found.classes) != wanted:
         raise BadFileError(
             f"{found} has {len(found.classes)} classes, {found.classes[0]} to {found.classes[-1]}; {entry.title} has {wanted}. "
-            "A part of it is opened by its folder, not by the name."
+            "To open only a part of it, give the path of its folder, not its name."
         )
 
 

@@ -45,16 +45,16 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 REFUSED = {
-    "I": "it has 32-bit or signed integers, whose white is not known: save it with 8 or 16 bits",
-    "F": "it has floating-point pixels, whose white is not known: save it with 8 or 16 bits",
+    "I": "it has 32-bit or signed integer pixels, whose white level is not known: save it with 8 or 16 bits per channel",
+    "F": "it has floating-point pixels, whose white level is not known: save it with 8 or 16 bits per channel",
 }
 BEGINNINGS = {  # of what is not read, as a hint
     b"%!ps": "PostScript",
     b"%pdf": "PDF",
     b"<svg": "SVG, a drawing and not pixels",
     b"<?xml": "XML or SVG, not pixels",
-    b"<!doctype": "a web page: mostly a server's answer in place of the file",
-    b"<html": "a web page: mostly a server's answer in place of the file",
+    b"<!doctype": "a web page, often the error page of a server in place of the file",
+    b"<html": "a web page, often the error page of a server in place of the file",
     b"pk\x03\x04": "a zip file",
     b"\xff\xd8\xff": "a JPEG with a damaged header",
     b"\x89png": "a PNG with a damaged header",
@@ -74,7 +74,7 @@ def decode(data: bytes | Path, name: str = "", *, grey: bool = False) -> np.ndar
 
 def _read(path: Path) -> bytes:
     if path.exists() and not path.is_file():
-        raise _Refusal("it is not a plain file")  # a pipe would never end
+        raise _Refusal("it is not a regular file")  # a pipe would never end
     with path.open("rb") as file:
         return file.read(MOST_BYTES + 1)
 
@@ -83,13 +83,13 @@ def _decode(raw: bytes, grey: bool) -> np.ndarray:
     if not raw:
         raise _Refusal("it is empty")
     if len(raw) > MOST_BYTES:
-        raise _Refusal(f"its file has more than {MOST_BYTES >> 20} MiB")
+        raise _Refusal(f"its file is larger than {MOST_BYTES >> 20} MiB")
     _inspect(raw)
     reader = _Reader(raw)
     try:
         image: Image.Image = Image.open(reader, formats=FORMATS)
     except Image.UnidentifiedImageError:
-        raise _Refusal(f"it is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image{_hint(raw)}") from None
+        raise _Refusal(f"it is not a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image{_hint(raw)}") from None
     except Image.DecompressionBombError:
         raise _Refusal(f"it has more than {MOST_PIXELS:,} pixels") from None
     with image:
@@ -107,24 +107,26 @@ def _decode(raw: bytes, grey: bool) -> np.ndarray:
 def _inspect(raw: bytes) -> None:
     """Before Pillow sees it: what Pillow would unpack at once, as much as there is."""
     if (count := directories.values(raw)) > MOST_VALUES:
-        raise _Refusal(f"its directory lists {count:,} values, made to keep a reader busy")
+        raise _Refusal(f"its directory lists {count:,} values: decoding would take too long")
     if raw.startswith(b"\xff\xd8") and raw.count(b"Exif\0\0") << 16 > MOST_EXIF:
-        raise _Refusal("it has EXIF in more than 16 parts, made to keep a reader busy")
+        raise _Refusal("it has EXIF in more than 16 parts: decoding would take too long")
 
 
 def _measure(image: Image.Image, raw: bytes) -> None:
     """Before any pixel is decoded."""
     width, height = image.size
     if min(width, height) < 1 or width * height > MOST_PIXELS:
-        raise _Refusal(f"it has {width} x {height} pixels: from 1 x 1 to {MOST_PIXELS:,} in all are read")
+        raise _Refusal(
+            f"it has {width} x {height} pixels: at least 1 x 1 and at most {MOST_PIXELS:,} pixels in all are accepted"
+        )
     if max(width, height) > MOST_ASPECT * min(width, height):
         raise _Refusal(f"it has {width} x {height} pixels: one side is more than {MOST_ASPECT} times the other")
     if image.mode in REFUSED:
         raise _Refusal(REFUSED[image.mode])
     if image.format in ("JPEG", "MPO") and (scans := raw.count(b"\xff\xda")) * width * height > MOST_WORK:
-        raise _Refusal(f"it has {width} x {height} pixels in {scans:,} scans, made to keep a reader busy")
+        raise _Refusal(f"it has {width} x {height} pixels in {scans:,} scans: decoding would take too long")
     if len(image.info.get("exif", b"")) > MOST_EXIF:
-        raise _Refusal(f"its EXIF has more than {MOST_EXIF >> 20} MiB")
+        raise _Refusal(f"its EXIF data is larger than {MOST_EXIF >> 20} MiB")
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
@@ -154,7 +156,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     """16-bit grey, (v + 128) // 257; Pillow itself clips at 255."""
     all_values, tags, clear = np.asarray(image), getattr(image, "tag_v2", {}), image.info.get("transparency")
     if tags.get(BITS, (16,)) != (16,):
-        raise _Refusal(f"it has {tags[BITS]} bits a pixel: 8 and 16 are read")
+        raise _Refusal(f"it has {tags[BITS]} bits per pixel: only 8 and 16 are supported")
     eight = np.empty(all_values.shape, np.uint8)
     for at in range(0, len(eight), STRIPE):  # all at once would take four times the memory, and more time
         values = all_values[at : at + STRIPE].astype(np.uint32)
@@ -190,7 +192,7 @@ class _Reader(io.BytesIO):
         data = super().read(size)
         self.left -= 1 + len(data) // 2**15
         if self.left < 0:
-            raise _Refusal("it is made of countless pieces, to keep a reader busy")
+            raise _Refusal("it is made of too many small pieces: decoding would take too long")
         return data
 
 

@@ -155,21 +155,19 @@ def _death(image_set: ImageSet, index: int, status: int | None) -> BadImageError
     if index < 0:
         return BadImageError(
             str(image_set),
-            f"a process that was to decode it ended before it began (status {status}): a script that starts workers needs "
-            'if __name__ == "__main__": around what it does; or use workers=0',
+            f"a worker process ended before it began (status {status}): put the code of your script under "
+            'if __name__ == "__main__":, or use workers=0',
         )
     how = f"was killed by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
     return BadImageError(
         image_set.where(index),
-        f"the process that decoded it {how}; with signal 9 mostly for want of memory: use fewer workers, or look at this file",
+        f"the process that decoded it {how}. Signal 9 usually means that memory ran out: use fewer workers, or check this file",
     )
 
 
 def _stall(image_set: ImageSet, at: list[int]) -> BadImageError:
     names = ", ".join(image_set.where(max(index, 0)) for index in at)
-    return BadImageError(
-        names, f"no image was decoded for {STALLED:,} seconds: look at these files and at the disk they are on"
-    )
+    return BadImageError(names, f"no image was decoded for {STALLED:,} seconds: check these files and their disk")
 
 
 # --- what is told and kept --------------------------------------------------------------------------------------------

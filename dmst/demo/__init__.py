@@ -52,18 +52,19 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = 16,
     """Train, print the table, write the report; returns its path."""
     for name, value, low in (("seeds", seeds, 1), ("epochs", epochs, 1), ("workers", 1 if workers is None else workers, 1)):
         if type(value) is not int or value < low:
-            raise OptionError(f"{name} is {value!r}: it must be a whole number of at least {low}.")
+            raise OptionError(f"{name} is {value!r}: it must be a whole number, at least {low}.")
     need("sklearn.datasets", "demo")  # a missing library is said before anything starts
     out, console = Path(out), Console()
     jobs = [Job("vit_digits", 0), *(Job("dmst_digits", seed) for seed in range(seeds)), Job("tost_digits", 0)]
     recipes = {job: job.recipe(epochs) for job in jobs}
     _make_ready(out, {job.folder: recipe for job, recipe in recipes.items()}, console)
     workers = min(workers or os.cpu_count() or 1, len(jobs))
-    console.print(f"[bold]dmst demo[/]: {len(jobs)} small networks learn to read digits, {workers} at a time on the CPU.")
+    console.print(f"[bold]dmst demo[/]: {len(jobs)} small networks learn to read digits on the CPU, {workers} at a time.")
     try:
         runs = train_all(recipes, out, workers, console)
     except KeyboardInterrupt:
-        raise Stopped(f"The demo was stopped, and is saved in {out}. The same command goes on.", signal.SIGINT) from None
+        told = f"The demo was stopped. It is saved in {out}: run the same command again to continue."
+        raise Stopped(told, signal.SIGINT) from None
     first = Job("dmst_digits", 0)
     results = Results(runs, recipes[first])
     whole.write_text(out / "results.json", json.dumps(_record(results), indent=1) + "\n")
@@ -73,9 +74,9 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = 16,
     shown = [load_model(out / Job(name, 0).folder / FINAL) for name in ("dmst_digits", *TWINS)]
     report = write_page(out / "report.html", results, *shown)
     console.print(f"[bold green]The report is {escape(str(report))}[/]", soft_wrap=True)
-    console.print("Open it in a browser; it needs no network. Next: docs/tutorial.md; `dmst models` lists the networks.")
+    console.print("Open it in a browser; it works offline. Next: docs/tutorial.md, or `dmst models` for a list of networks.")
     trained = str(out / first.folder / FINAL)
-    console.print(f"The network you just trained: dmst.load_model({trained!r})", soft_wrap=True, markup=False)
+    console.print(f"Load the network you just trained: dmst.load_model({trained!r})", soft_wrap=True, markup=False)
     return report
 
 
@@ -85,7 +86,7 @@ def _make_ready(out: Path, recipes: Mapping[str, Recipe], console: Console) -> N
     try:
         there = sorted(out.iterdir()) if out.is_dir() else []
         if out.exists() and (not out.is_dir() or not all(_is_ours(x.name) for x in there)):
-            raise OptionError(f"{out} holds something else than a demo: choose another folder with --out.")
+            raise OptionError(f"{out} contains files that are not of a demo: choose another folder with --out.")
         runs = [x for x in there if RUN.fullmatch(x.name)]
         for run in runs:
             with RunFolder(run):  # or an error: another process is in it
@@ -94,12 +95,12 @@ def _make_ready(out: Path, recipes: Mapping[str, Recipe], console: Console) -> N
         if there and (ended or not all(_is_one_of(run, recipes) for run in runs)):
             aside = next(x for x in (out.with_name(f"{out.name}-{n}") for n in itertools.count(1)) if not x.exists())
             out.rename(aside)
-            console.print(f"The earlier demo is now {escape(str(aside))}.", soft_wrap=True)
+            console.print(f"The earlier demo was moved to {escape(str(aside))}.", soft_wrap=True)
         elif runs:
-            console.print(f"Going on with the demo in {escape(str(out))}.", soft_wrap=True)
+            console.print(f"Continuing the demo in {escape(str(out))}.", soft_wrap=True)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SaveError(f"{out} cannot be written to ({error.strerror}): choose another folder with --out.") from error
+        raise SaveError(f"{out} cannot be written ({error.strerror}): choose another folder with --out.") from error
 
 
 def _is_ours(name: str) -> bool:
@@ -113,7 +114,7 @@ def _is_one_of(run: Path, recipes: Mapping[str, Recipe]) -> bool:
 
 
 def _table(results: Results) -> Table:
-    table = Table("network", "attention", "held-out digits read", "runs", "parameters", "training images/s")
+    table = Table("network", "attention", "held-out accuracy", "runs", "parameters", "training images/s")
     for name, *rest in summary(results):
         table.add_row(name, *rest, style="bold" if name == "dmst_digits" else None)
     return table

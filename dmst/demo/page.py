@@ -44,27 +44,33 @@ def write_page(path: Path, results: Results, dmst_model: VisionModel, tost_model
     read = sum(run.accuracies[-1] for run in runs) / len(runs)
     silent = 1 - torch.stack([(layer.parts.gate != 0).double().mean() for layer in mine.layers]).mean().item()  # type: ignore[union-attr]
     lead = (
-        f"<p>A <b>DMST</b> of {runs[0].parameters:,} parameters learnt to read handwritten digits on one CPU core in "
-        f"{sum(run.seconds for run in runs) / len(runs):.0f} seconds, from nothing. Below: how it learnt, and what its layers "
-        "compute. Every map is a tensor that the network computed, drawn cell for cell.</p>"
+        "<p>This is the report of <code>dmst demo</code>. <b>DMST</b> is a white-box vision transformer: every layer computes "
+        "numbers that you can look at and explain. Here a small DMST learned to read handwritten digits, from random weights, "
+        f"on one CPU core, in {sum(run.seconds for run in runs) / len(runs):.0f} seconds.</p>"
         + tiles(
             [
-                (f"{read:.1%}", f"of {len(unseen.labels)} unseen digits read, {_mean(runs)}"),
+                (f"{read:.1%}", f"accuracy on {len(unseen.labels)} held-out digits, {_mean(runs)}"),
                 (f"{runs[0].parameters:,}", "parameters"),
-                (f"{silent:.0%}", "of its heads silent, on average"),
-                (f"{sum(run.seconds for run in results.runs):.0f} s", f"of one core, for all {len(results.runs)} runs"),
+                (f"{silent:.0%}", "of the heads are off (gate exactly 0), mean over images and layers"),
+                (
+                    f"{sum(run.seconds for run in results.runs):.0f} s",
+                    f"training time on one core, all {len(results.runs)} runs",
+                ),
             ]
         )
+        + '<p>What to look at: the <a href="#s2">membership maps</a> show which pixels each head groups together. The '
+        '<a href="#s3">gates</a> show which heads are on for which digit. The <a href="#s4">rates</a> show how compactly each '
+        "layer encodes the image.</p>"
     )
     sections = [
-        Section("Learning", _learning(results)),
-        Section("Where each pixel belongs", _memberships(mine, traces["tost_digits"], unseen)),
-        Section("Which heads a digit uses", _gates(mine, unseen)),
-        Section("What the layers do to the rate", _rates(rates)),
-        Section("The digits it gets wrong", _mistakes(mine.logits, unseen)),
+        Section("Accuracy and learning curves", _learning(results)),
+        Section("Membership maps: which pixels belong to which head", _memberships(mine, traces["tost_digits"], unseen)),
+        Section("Gates: which heads each digit uses", _gates(mine, unseen)),
+        Section("Rates: what each layer optimizes", _rates(rates)),
+        Section("Mistakes", _mistakes(mine.logits, unseen)),
         Section("How this was made", _made(results)),
     ]
-    return write_report(path, "A transformer you can look into", lead, sections)
+    return write_report(path, "DMST reads digits: a transformer you can look into", lead, sections)
 
 
 def _unseen(model: VisionModel) -> Batch:
@@ -93,16 +99,17 @@ def _learning(results: Results) -> str:
                 )
             )
     lowest = min(min(line.ys) for line in reads)
-    charts = line_chart(reads, "epoch", "held-out digits read, %", y_range=(max(0, 10 * (lowest // 10)), 100), digits=1)
-    charts += line_chart(losses, "epoch", "training loss, nats")
-    columns = ("network", "attention", "held-out digits read", "runs", "parameters", "training images/s, one core")
+    charts = line_chart(reads, "epoch", "accuracy on held-out digits (%)", y_range=(max(0, 10 * (lowest // 10)), 100), digits=1)
+    charts += line_chart(losses, "epoch", "training loss (cross-entropy, nats)")
+    columns = ("network", "attention layer", "held-out accuracy", "runs", "parameters", "training images/s, one core")
     return (
-        "<p>Three networks with one skeleton: only the attention layer differs. Runs with the same seed see the same batches. "
+        "<p>Three networks were trained in the same way. They differ only in the attention layer. "
         f"{_band(results.of('dmst_digits'))}</p>"
         + table(columns, summary(results))
         + f'<div class="charts">{charts}</div>'
-        + '<p class="note">A demonstration, not a contest: the twins have one run each, and one digit more or less is '
-        "0.3 points. The loss stays above zero because images are mixed and labels smoothed.</p>"
+        + '<p class="note">This is a demonstration, not a benchmark: tost and vit have one run each, and one digit more or '
+        "less is 0.3 points of accuracy. A nat is a unit of information: 1 nat = 1.44 bits. The training loss stays above "
+        "zero because training images are mixed and labels are smoothed.</p>"
     )
 
 
@@ -113,12 +120,14 @@ def _memberships(mine: Trace, tost: Trace, unseen: Batch) -> str:
     seen = maps(tost, last)[chosen]
     views.append((f"ToST, layer {last}", _map_table(tost, last, chosen, unseen, seen.min().item(), seen.max().item())))
     return (
-        "<p>A DMST layer gives every pixel a <b>membership</b> between 0 and 1 in each of its heads (each head is a subspace), "
-        "and every image a <b>gate</b> per head. Yellow pixels belong to the head, dark ones do not. A head whose gate is "
-        "exactly 0 is <i>silent</i> for that digit: it contributes nothing, and is drawn faintly.</p>"
+        "<p>A layer has several <b>heads</b>; each head looks at one subspace of the features. The <b>membership</b> of a "
+        "pixel in a head, from 0 to 1, says how much the pixel belongs to that head: yellow is 1, dark blue is 0. The "
+        "<b>gate</b> of a head, from 0 to 1, says how much the head adds for this image. A head is <i>silent</i> if its gate "
+        "is exactly 0: it adds nothing, and its map is drawn in grey.</p>"
+        "<p>Choose a layer. Layers and heads are counted from 0. Each map is a tensor of the network, one cell per pixel.</p>"
         + tabs("layer", views, chosen=len(mine.layers) - 1)
-        + '<p class="note">ToST has no gate and derives its memberships from energy; as published they stay close to uniform, '
-        "so its map is drawn on a scale of its own, given under it.</p>"
+        + '<p class="note">ToST has no gate. It computes memberships from the energy of the tokens, and they stay almost '
+        "equal for all heads. So its maps have their own colour scale, shown below them.</p>"
     )
 
 
@@ -129,8 +138,8 @@ def _map_table(trace: Trace, layer: int, chosen: Sequence[int], unseen: Batch, l
     row = ""
     for i in chosen:
         says, truth = int(sure[i].argmax()), int(unseen.labels[i])
-        wrong = "" if says == truth else f"<b>is {truth},</b> "
-        caption = f"{wrong}read as {says}, {sure[i, says]:.0%}"
+        wrong = "" if says == truth else f"<b>label {truth},</b> "
+        caption = f"{wrong}predicted {says}, {sure[i, says]:.0%}"
         row += f"<td>{_figure(picture(unseen.images[i]), f'digit {truth}', caption)}</td>"
     out = [f"<tr><th scope=row>image</th>{row}</tr>"]
     for k in range(every.shape[1]):
@@ -149,10 +158,10 @@ def _gates(mine: Trace, unseen: Batch) -> str:
     heads = mine.layers[0].parts.gate.shape[1]  # type: ignore[union-attr]
     use = [gate_by_class(layer.parts.gate, unseen.labels, 10) for layer in mine.layers]  # type: ignore[arg-type]
     on = [(layer.parts.gate != 0).double().sum(-1).mean().item() for layer in mine.layers]  # type: ignore[union-attr]
-    said = ", ".join(f"{count:.1f} in layer {i}" for i, count in enumerate(on))
     return (
-        f"<p>Mean gate over the unseen images of each digit. The gates of a layer sum to 1 for every image. Heads "
-        f"that are on, of {heads}: {said}. Nobody told the network which digit uses which head.</p>"
+        "<p>Each cell is the mean gate of one head over the held-out images of one digit. h0, h1, ... are the heads. For "
+        "every image, the gates of a layer sum to 1. The network learned this choice of heads by itself, only from the labels "
+        "of the digits.</p>"
         + cells(
             torch.cat(use, 1).tolist(),
             [str(digit) for digit in range(10)],
@@ -160,6 +169,8 @@ def _gates(mine: Trace, unseen: Batch) -> str:
             groups=[(f"layer {i}", heads) for i in range(len(use))],
             corner="digit",
         )
+        + f"<h3>Heads that are on, of {heads}, mean over images</h3>"
+        + table([f"layer {i}" for i in range(len(on))], [[f"{count:.1f}" for count in on]])
     )
 
 
@@ -171,7 +182,7 @@ def _rates(rates: dict[tuple[str, str], LayerRates]) -> str:
             band = at == "input"
             out.append(
                 Line(
-                    f"{name.removesuffix('_digits')}, {'what the layer reads' if band else 'after its step'}",
+                    f"{name.removesuffix('_digits')}, {'before the step' if band else 'after the step'}",
                     list(range(len(mean))),
                     mean,
                     [m - s for m, s in zip(mean, std, strict=True)] if band else None,
@@ -184,23 +195,32 @@ def _rates(rates: dict[tuple[str, str], LayerRates]) -> str:
 
     before, after = rates["dmst_digits", "input"], rates["dmst_digits", "output"]
     other = rates["tost_digits", "input"]
-    steps = [b - a for a, b in zip(before.mean["variational"], after.mean["variational"], strict=True)]
-    falls = [f"layer {i} {_moves(step)}" for i, step in enumerate(steps)]
-    charts = line_chart(lines("variational"), "layer", "variational rate, nats") + line_chart(
-        lines("complete"), "layer", "complete rate, nats"
+    pairs = list(zip(before.mean["variational"], after.mean["variational"], strict=True))
+    steps = [(str(i), f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}") for i, (a, b) in enumerate(pairs)]
+    charts = line_chart(lines("variational"), "layer", "variational rate (nats)") + line_chart(
+        lines("complete"), "layer", "complete rate (nats)"
     )
+    kinds = {
+        "variational": "variational rate, only heads that are on (nats)",
+        "all_heads": "variational rate, all heads (nats)",
+        "complete": "complete rate (nats)",
+        "active": "heads that are on",
+    }
+    means = [(words, f"{_average(before, name):.1f}", f"{_average(other, name):.1f}") for name, words in kinds.items()]
     return (
-        "<p>The attention of DMST and ToST is derived as a step that lowers the <b>variational rate</b>: the nats it takes to "
-        "code the tokens inside their subspaces. Measured with memberships computed anew after the step, here "
-        f"(in nats) {escape('; '.join(falls))}.</p>"
-        f'<div class="charts">{charts}</div>'
-        f"<p>Read the left picture with care: silent heads cost nothing there, and {_average(before, 'active'):.1f} of DMST's "
-        f"heads are on. With every head counted the two rates are {_average(before, 'all_heads'):.1f} (DMST) and "
-        f"{_average(other, 'all_heads'):.1f} nats (ToST). The <b>complete rate</b> on the right also charges for what lies "
-        f"outside the subspaces: {_average(before, 'complete'):.1f} and {_average(other, 'complete'):.1f}. Means over layers "
-        "and images.</p>"
-        f'<p class="note">{escape(before.convention)}. Complete rate: c = d/eps², orthonormalised U. Bands: one standard '
-        "deviation over images. The printed form of DMSA has a free output matrix, so descent is measured, not promised.</p>"
+        "<p>The <b>rate</b> is the number of nats needed to encode the tokens of an image: the fewer, the better the layer has "
+        "grouped them. The formula of DMST and ToST attention is one step that lowers the <b>variational rate</b>, the cost of "
+        f"the tokens inside the subspaces of the heads. Here it falls in {sum(b < a for a, b in pairs)} of {len(pairs)} layers "
+        "of DMST:</p>"
+        + table(("layer", "variational rate before the step (nats)", "after the step", "change"), steps)
+        + f'<h3>Before and after each step, by layer</h3><div class="charts">{charts}</div>'
+        + "<h3>DMST and ToST before the step, mean over layers and images</h3>"
+        + table(("quantity", "DMST", "ToST"), means)
+        + "<p>Silent heads cost nothing in the variational rate, so compare DMST and ToST with all heads counted. The "
+        "<b>complete rate</b> also counts what lies outside the subspaces.</p>"
+        f'<p class="note">How it is measured: {escape(before.convention)}. Memberships are computed again after the step. '
+        "Complete rate: c = d/eps², orthonormalised U. A band is one standard deviation over images. DMSA, the attention of "
+        "DMST, has a free output matrix, so the theory does not guarantee that the rate falls; it is measured.</p>"
     )
 
 
@@ -210,17 +230,18 @@ def _mistakes(logits: Tensor, unseen: Batch) -> str:
     wrong = (says != unseen.labels).nonzero().flatten()
     surest = wrong[sure[wrong].argsort(descending=True)].tolist()
     if not surest:
-        return "<p>None in this run.</p>"
+        return f"<p>The first run predicted all {len(unseen.labels)} held-out digits correctly.</p>"
     figures = "".join(
         _figure(
             picture(unseen.images[i]),
             f"digit {int(unseen.labels[i])}",
-            f"is {int(unseen.labels[i])}, read as {int(says[i])}<br>{sure[i]:.0%} sure",
+            f"label {int(unseen.labels[i])}, predicted {int(says[i])}<br>confidence {sure[i]:.0%}",
         )
         for i in surest[:MOST_MISTAKES]
     )
-    rest = f" The {MOST_MISTAKES} surest:" if len(wrong) > MOST_MISTAKES else ""
-    return f'<p>{len(wrong)} of {len(unseen.labels)} unseen digits, first run.{rest}</p><div class="wrong">{figures}</div>'
+    rest = f" Shown: the {MOST_MISTAKES} with the highest confidence." if len(wrong) > MOST_MISTAKES else ""
+    told = f"The first run predicted {len(wrong)} of {len(unseen.labels)} held-out digits wrong.{rest}"
+    return f'<p>{told}</p><div class="wrong">{figures}</div>'
 
 
 def _made(results: Results) -> str:
@@ -229,20 +250,18 @@ def _made(results: Results) -> str:
     return (
         "<ul>"
         f"<li>Command: <code>dmst demo --epochs {schedule.epochs} --seeds {len(results.of('dmst_digits'))}</code> "
-        f"(<code>make demo</code>: {usual.epochs} and 3). {escape(told)}. Each run on one CPU thread.</li>"
-        "<li>Data: the 1,797 digits that scikit-learn ships (8 by 8 pixels); every fifth image is held out.</li>"
-        f"<li>Recipe <code>digits</code>, the same for all: {schedule.epochs} epochs of batches of "
-        f"{results.recipe.run.batch_size}; Muon ({optim.matrix_lr:g}) for the matrices of the blocks, AdamW ({optim.lr:g}) "
-        "for the rest; small turns, zooms and shifts; mixed images; smoothed labels. It was chosen for DMST, on other splits "
-        "of the data.</li>"
-        "<li>Pictures and tables of layers are of the first run (seed 0), on the held-out digits.</li>"
-        "<li>Numbers: <code>results.json</code> beside this page. Networks: <code>dmst_digits-seed0/final</code> and so on, "
-        "for <code>dmst.load_model</code>; each folder is a run as <code>dmst train</code> leaves it.</li></ul>"
+        f"(the defaults are {usual.epochs} and 3). Each run used one CPU thread. Runs with the same seed saw the same "
+        "batches.</li>"
+        f"<li>Versions: {escape(told)}.</li>"
+        "<li>Data: the 1,797 digits of scikit-learn, 8 x 8 pixels. Every fifth image is held out.</li>"
+        f"<li>Recipe: <code>digits</code> for all networks. {schedule.epochs} epochs, batch size "
+        f"{results.recipe.run.batch_size}, Muon (learning rate {optim.matrix_lr:g}) for the matrices of the blocks, AdamW "
+        f"({optim.lr:g}) for the rest. Training images are rotated, zoomed, shifted and mixed a little; labels are smoothed. "
+        "The recipe was tuned for DMST, on other splits of the data.</li>"
+        "<li>Maps, gates, rates and mistakes are those of the first run (seed 0) on the held-out digits.</li>"
+        "<li>All numbers are in <code>results.json</code> next to this page. Load a trained network with "
+        "<code>dmst.load_model</code> from <code>dmst_digits-seed0/final</code>; every run has such a folder.</li></ul>"
     )
-
-
-def _moves(step: float) -> str:
-    return f"{'lowers' if step < 0 else 'raises'} it by {abs(step):.2f}" if abs(step) >= 0.005 else "leaves it as it is"
 
 
 def _mean(runs: Sequence[Run]) -> str:
@@ -250,7 +269,7 @@ def _mean(runs: Sequence[Run]) -> str:
 
 
 def _band(runs: Sequence[Run]) -> str:
-    return f"The band of DMST spans its {len(runs)} runs." if len(runs) > 1 else ""
+    return f"The band of DMST goes from the lowest to the highest of its {len(runs)} runs." if len(runs) > 1 else ""
 
 
 def _average(rates: LayerRates, quantity: str) -> float:

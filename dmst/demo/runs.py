@@ -88,7 +88,7 @@ def train_all(recipes: Mapping[Job, Recipe], out: Path, workers: int, console: C
     processes = [context.Process(target=_work, args=(out, todo, news), daemon=True) for _ in range(workers)]
     runs: dict[int, Run] = {}
     columns = (
-        TextColumn("{task.description:<11}"),
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("epochs"),
@@ -99,7 +99,7 @@ def train_all(recipes: Mapping[Job, Recipe], out: Path, workers: int, console: C
             process.start()
         with Progress(*columns, TextColumn("{task.fields[said]}"), console=console) as progress:
             bars = [
-                progress.add_task(job.model, total=recipe.schedule.epochs, said="", start=False)
+                progress.add_task(f"{job.model:<11} seed {job.seed}", total=recipe.schedule.epochs, said="", start=False)
                 for job, recipe in recipes.items()
             ]
             while len(runs) < len(recipes):
@@ -112,7 +112,7 @@ def train_all(recipes: Mapping[Job, Recipe], out: Path, workers: int, console: C
                 if kind == "done":
                     runs[index] = Run(**what)
                     what = len(runs[index].accuracies), runs[index].accuracies[-1]
-                progress.update(bars[index], completed=what[0], said=f"reads {what[1]:.1%}")
+                progress.update(bars[index], completed=what[0], said=f"accuracy {what[1]:.1%}")
     finally:
         _end([process for process in processes if process.pid is not None], len(runs) == len(recipes))
     return [runs[index] for index in range(len(recipes))]
@@ -142,7 +142,7 @@ def _next(news: Any, processes: Sequence[Any]) -> tuple[int, str, Any]:
                     hint = " (a script must call run_demo under `if __name__ == '__main__':`)" if process.exitcode == 1 else ""
                     return -1, "failed", f"a process ended with code {process.exitcode}{hint}"
             if time.monotonic() - asked > PATIENCE:
-                return -1, "failed", f"no epoch ended in {PATIENCE:.0f} s"
+                return -1, "failed", f"no run finished an epoch in {PATIENCE:.0f} s"
 
 
 def _work(out: Path, todo: Any, news: Any) -> None:

@@ -50,16 +50,16 @@ def photos_in(words: Sequence[str]) -> list[Path]:
     for word in words:
         path = Path(word)
         if not word:
-            raise OptionError("a photo's name is empty: name image files, or folders of them.")
+            raise OptionError("a photo's name is empty: give image files, or folders of them.")
         if path.is_dir():
             inside = sorted(each for each in path.iterdir() if each.suffix.lower() in SUFFIXES and each.is_file())
             if not inside:
-                raise OptionError(f"{path} holds no images ({', '.join(SUFFIXES)}): name a folder that does, or the files.")
+                raise OptionError(f"{path} has no images ({', '.join(SUFFIXES)}): give another folder, or the image files.")
             found += inside
         elif path.exists():
             found.append(path)
         else:
-            raise OptionError(f"{path} is not there: name image files, or folders of them.")
+            raise OptionError(f"{path} does not exist: give image files, or folders of them.")
     return found
 
 

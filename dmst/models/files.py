@@ -52,22 +52,24 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
     if taken and not overwrite:
         raise OptionError(f"{folder} exists: choose another folder, or pass overwrite=True.")
     if taken and not (folder.is_dir() and all(x.name in (WEIGHTS, CONFIG) and x.is_file() for x in folder.iterdir())):
-        raise OptionError(f"{folder} holds something else than a saved model: choose another folder.")
+        raise OptionError(f"{folder} contains files that are not of a saved model: choose another folder.")
     if any(x.is_meta for x in model.state_dict().values()):
         raise OptionError(
             "the model is on the meta device and has no values to save: model.to_empty(...), then load or init_weights."
         )
     names = model.class_names
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"class_names is {shown(names)}: it must be a tuple of text, one a class, or ().")
+        raise OptionError(f"class_names is {shown(names)}: it must be a tuple of names, one per class, or ().")
     if names and len(names) != model.config.num_classes:
-        raise OptionError(f"class_names has {len(names)} names for {model.config.num_classes} classes: set it anew.")
+        raise OptionError(f"class_names has {len(names)} names for {model.config.num_classes} classes: set it again.")
     _plain(model.config)
     tensors = _tensors_of(model)
     try:
         _fit(Path("the model"), tensors, VisionModel(model.config, device="meta"))
     except BadFileError as error:  # what could not be loaded is not written
-        raise OptionError(f"not saved, for it could not be loaded: {error} (Other classes: model.reset_classifier.)") from error
+        raise OptionError(
+            f"not saved, because it could not be loaded again: {error} (To change the classes: model.reset_classifier.)"
+        ) from error
     weights = safetensors.torch.save(tensors)
     return whole.write_folder(folder, {WEIGHTS: weights, CONFIG: whole.sealed(_describe(model, weights))})
 
@@ -86,14 +88,14 @@ def load_model(
     try:
         config = _verified_config(folder, told, raw) if "dmst" in told else _foreign_config(folder, told, unverified)
     except TypeError as error:  # a keyword that no signature takes
-        raise BadFileError(f"{folder / CONFIG} says what no config can: {error}.") from error
+        raise BadFileError(f"{folder / CONFIG} is not a valid config: {error}.") from error
     weights = tensors_from(folder / WEIGHTS, raw)
     _fit_classes(folder, config, num_classes)
     _fit_depth(folder / WEIGHTS, config, weights)
     try:
         model = VisionModel(config, device="meta")
     except RuntimeError as error:  # more elements than 64 bits can count
-        raise BadFileError(f"{folder / CONFIG} describes a network that cannot be ({_line(error)}).") from error
+        raise BadFileError(f"{folder / CONFIG} describes a network that cannot be built ({_line(error)}).") from error
     _fit(folder / WEIGHTS, weights, model)
     model.load_state_dict({name: x.to(device) for name, x in weights.items()}, strict=True, assign=True)
     model.class_names = _class_names(folder, told, config.num_classes)
@@ -147,7 +149,9 @@ def _plain(config: ModelConfig) -> None:
     except (TypeError, ValueError):
         same = False
     if not same:
-        raise OptionError(f"operator_options are {options!r}: a saved model keeps text, numbers, lists and dicts by text only.")
+        raise OptionError(
+            f"operator_options are {options!r}: a saved model can store only text, numbers, lists, and dicts with text keys."
+        )
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -157,7 +161,7 @@ def _found(folder: Path) -> Path:
     """The folder; or the model before it, where an overwriting save was killed between its two renames."""
     kept = whole.set_aside(folder)
     if kept and not folder.exists():
-        warnings.warn(f"a save to {folder} was cut off: loading the model that was there before it, {kept[-1]}.", stacklevel=3)
+        warnings.warn(f"a save to {folder} was interrupted: loading the model that was there before, {kept[-1]}.", stacklevel=3)
         return kept[-1]
     return folder
 
@@ -189,9 +193,9 @@ def _stated(folder: Path, told: dict[str, Any]) -> tuple[int, Any, dict[str, Any
         stated, written = told["dmst"]["files"][WEIGHTS], told["dmst"]["config"]
         size, digest = stated["size"], stated["sha256"]
     except (KeyError, TypeError) as error:
-        raise BadFileError(f"{folder / CONFIG} misses {error}: it was not written by save_model.") from error
+        raise BadFileError(f"{folder / CONFIG} has no entry {error}: it was not written by save_model.") from error
     if type(size) is not int or not isinstance(written, dict):
-        raise BadFileError(f"{folder / CONFIG} holds no config and no size: it was not written by save_model.")
+        raise BadFileError(f"{folder / CONFIG} has no config or no size: it was not written by save_model.")
     return size, digest, written
 
 
@@ -222,14 +226,14 @@ def _class_names(folder: Path, told: dict[str, Any], classes: int) -> tuple[str,
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) != classes:
         if "dmst" not in told:  # timm's may name fewer or describe them otherwise: then there are none
             return ()
-        raise BadFileError(f"{folder / CONFIG}: label_names must be {classes} names, one a class.")
+        raise BadFileError(f"{folder / CONFIG}: label_names must be {classes} names, one per class.")
     return tuple(names)
 
 
 def _foreign_config(folder: Path, told: dict[str, Any], unverified: bool) -> ModelConfig:
     if not unverified:
         raise BadFileError(
-            f"{folder / CONFIG} states no sha256, so damage could not be seen: pass unverified=True to load it all the same."
+            f"{folder / CONFIG} has no sha256, so damage could not be detected: pass unverified=True to load it anyway."
         )
     if not isinstance(told.get("architecture"), str):
         raise BadFileError(f"{folder / CONFIG} names no architecture.")

@@ -459,7 +459,7 @@ def scans() -> bytes:
 FULL = (HIGH, WIDE, 3)
 SMALL = (*PICTURE.shape,)
 HUGE = 2**31 - 1
-BUSY = "to keep a reader busy"
+BUSY = "decoding would take too long"
 BOMBS: dict[str, tuple[Callable[[], bytes], tuple[int, ...] | str]] = {  # what makes it; its shape, or part of the refusal
     # sizes that are declared, and not there
     "PNG of 50 million pixels, none there": (lambda: png(WIDE, HIGH), "truncated"),

@@ -6,7 +6,7 @@ import typer
 
 from dmst.cli.analyze import certify, maps, rates, scored, theorem
 
-app = typer.Typer(name="analyze", help="Measure what the layers of a network do, and draw it.", no_args_is_help=True)
+app = typer.Typer(name="analyze", help="Measure and draw what the layers of a network do.", no_args_is_help=True)
 
 app.command()(rates.rates)
 app.command()(certify.certify)

@@ -8,6 +8,18 @@ import typer
 
 from dmst.cli.analyze import shared
 
+COLUMNS = {
+    "rate": "cost of the tokens that the layer reads, in nats (1 nat = 1.44 bits)",
+    "change": "change of the rate by the layer's step, in nats; below 0: it falls",
+    "falls": "share of the images on which the rate falls",
+    "bound": "certificate: the change is at most this",
+    "proven": "share of the images with a bound below 0: the fall is guaranteed",
+    "max t": "a step shorter than this surely lowers the rate; the network has t = 1",
+    "updated": "change, with memberships and gates computed again after the step",
+    "normed": "change, measured after the norm",
+    "both": "change, measured after the norm, memberships and gates computed again",
+}
+
 
 def certify(
     weights: str = shared.WEIGHTS,
@@ -21,13 +33,13 @@ def certify(
     as_json: bool = shared.JSON,
     device: str = shared.DEVICE,
 ) -> None:
-    """Say of every layer whether its step lowers the rate it stands for, on how many images, and which heads raise it.
+    """Check whether each layer lowers its rate: on how many images, and by which heads.
 
     dmst analyze certify
 
     dmst analyze certify runs/cifar --data cifar10 --data-dir DIR --eps 0.5
 
-    The step is the one that the block makes. docs/certificates.md says how to read the table.
+    The rate is the number of nats needed to encode the tokens of an image. docs/certificates.md explains the table.
     """
     from dmst.analysis.certificates import certify as certificate
     from dmst.engine.distributed import joined
@@ -40,16 +52,14 @@ def certify(
     if as_json:
         typer.echo(json.dumps({"weights": weights, "data": looked_at.name, **found.to_dict()}))
         return
-    table = shared.columns(
-        weights, looked_at, ("layer", "rate", "bound", "frozen", "falls", "assured", "t <", "anew", "normed", "reread")
-    )
+    table = shared.columns(weights, looked_at, ("layer", *COLUMNS))
     for layer in found.layers:
         if layer is None:
             continue
         mean = {name: numbers.mean for name, numbers in layer.total.items()}
         table.add_row(
-            str(layer.layer), f"{mean['rate']:.2f}", f"{mean['bound']:+.2f}", f"{mean['frozen']:+.2f}", f"{layer.descends:.0%}",
+            str(layer.layer), f"{mean['rate']:.2f}", f"{mean['frozen']:+.2f}", f"{layer.descends:.0%}", f"{mean['bound']:+.2f}",
             f"{layer.guaranteed:.0%}", f"{mean['longest']:.2f}", f"{mean['anew']:+.2f}", f"{mean['normed']:+.2f}",
             f"{mean['reread']:+.2f}",
         )  # fmt: skip
-    shared.tell(table if any(found.layers) else None, [f"{found.convention}.", *found.sentences()])
+    shared.tell(table if any(found.layers) else None, [f"{found.convention}.", *found.sentences()], COLUMNS)

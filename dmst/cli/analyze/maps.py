@@ -8,38 +8,37 @@ from typing import Any
 
 import typer
 
-PHOTOS = typer.Argument(
-    None, metavar="[PHOTO]...", help="Image files, or folders of them; images of a dataset if none is given."
-)
+PHOTOS = typer.Argument(None, metavar="[PHOTO]...", help="Image files, or folders of them. Default: images of a dataset.")
 READ = {
-    "membership": "Memberships: 0 dark blue, 1 yellow; a faint tile is a silent head.",
-    "attention received": "No memberships: how much each patch is looked at, 0 dark blue, the layer's largest yellow.",
+    "membership": "Colours: membership 0 is dark blue, 1 is yellow. A faint tile is a silent head (gate 0).",
+    "attention received": "No memberships here. Colours: attention that a patch receives, 0 is dark blue, the largest of the "
+    "layer is yellow.",
 }
 
 
 def maps(
     photos: list[str] = PHOTOS,
-    weights: str = typer.Option("dmst_cifar10", help="A network that ships, a saved model, or a finished run."),
-    out: str = typer.Option(..., metavar="DIR", help="Where the pictures go, one an image."),
-    data: str = typer.Option(None, help="A dataset (`dmst data list`) or a folder; the photographs that ship if not given."),
-    split: str = typer.Option("test", help="Of the dataset."),
-    layer: str = typer.Option("all", metavar="N|all", help="One layer, from 0 (-1 is the last), or all of them."),
-    limit: int = typer.Option(8, min=1, help="How many images of a dataset, always the same ones."),
-    unverified: bool = typer.Option(False, help="Take weights without hashes, such as timm writes."),
-    data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are."),
+    weights: str = typer.Option("dmst_cifar10", help="A shipped network, a saved model, or a finished run."),
+    out: str = typer.Option(..., metavar="DIR", help="The folder for the pictures, one per image."),
+    data: str = typer.Option(None, help="A dataset (`dmst data list`) or a folder. Default: photos that ship with dmst."),
+    split: str = typer.Option("test", help="Which split of the dataset: test or train."),
+    layer: str = typer.Option("all", metavar="N|all", help="One layer, from 0 (-1 is the last), or all."),
+    limit: int = typer.Option(8, min=1, help="Use at most this many images of a dataset, always the same ones."),
+    unverified: bool = typer.Option(False, help="Accept weights without hashes, such as those of timm."),
+    data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="The folder of the datasets."),
     as_json: bool = typer.Option(
-        False, "--json", help="One JSON object a picture: image, picture, gates, range of memberships."
+        False, "--json", help="Print one JSON object per picture: image, picture, gates, range of memberships."
     ),
     device: str = typer.Option("cpu", help="cpu, cuda or cuda:N."),
 ) -> None:
-    """Draw the memberships of every head, laid over the image, its gate under it: layers down, heads across.
+    """Draw the memberships of every head over the image, one picture per image.
 
     dmst analyze maps --out maps
 
     dmst analyze maps photo.jpg --weights runs/mine --layer -1 --out maps
 
-    Nothing is drawn that the network did not compute. Colours: 0 dark blue, 1 yellow; a silent head (gate 0) is left faint.
-    Softmax attention has no memberships: there, how much each patch is looked at, and said so.
+    Rows are layers, columns are heads, the gate is printed under each map. Colours: 0 is dark blue, 1 is yellow. A silent head
+    (gate 0) is faint. Networks with softmax attention have no memberships: their maps show the attention that a patch receives.
     """
     from dmst.analysis.membership import drawn, layer_of, layers_sheet, png
     from dmst.analysis.probes import only_looking
@@ -53,7 +52,7 @@ def maps(
     try:
         chosen = None if layer == "all" else int(layer)
     except ValueError:
-        raise OptionError(f"--layer is {layer!r}: a whole number, or all.") from None
+        raise OptionError(f"--layer is {layer!r}: it must be a whole number, or all.") from None
     paths = photos_in(photos) if photos else []
     model = read_weights(weights, unverified=unverified)
     with joined(device) as group:
@@ -93,4 +92,4 @@ def maps(
                         ]
                         typer.echo(json.dumps(told, ensure_ascii=False))
         if not as_json:
-            typer.echo(f"{found.name}: {done} pictures in {out}. {READ[drawn(trace, layers[0])[0]]}")
+            typer.echo(f"{found.name}: {done} pictures written to {out}. {READ[drawn(trace, layers[0])[0]]}")

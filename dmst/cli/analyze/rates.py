@@ -29,9 +29,20 @@ SHOWN = {
     "active": "on",
     "mass": "mass",
 }
+COLUMNS = {
+    "R_var": "cost in the subspaces of the heads; silent heads (gate 0) cost nothing",
+    "raw": "the same, with memberships as computed (they need not sum to 1)",
+    "inside": "all heads count, each with its full covariance",
+    "gap": "part of the rate that is correlation between channels; 0: none",
+    "complete": "also counts what lies outside the subspaces: compare networks by it",
+    "coding": "all tokens as one Gaussian, without groups",
+    "on": "heads whose gate is above 0",
+    "mass": "memberships of a token, summed over the heads",
+}
+UNITS = "Rates are in nats (1 nat = 1.44 bits): mean over images ± standard deviation."
 SPREAD = ("variational", "complete", "coding")
-COMPARED = "R_var counts every head here, also the silent ones, so that networks with and without a gate can be compared."
-WEIGHTS = typer.Argument(None, help="Saved models, runs, or names of those that ship; dmst_cifar10 if not given.")
+COMPARED = "Here R_var counts every head, also the silent ones, so that networks with and without a gate can be compared."
+WEIGHTS = typer.Argument(None, help="Shipped networks, saved models or finished runs. Default: dmst_cifar10.")
 
 
 def rates(
@@ -40,20 +51,20 @@ def rates(
     split: str = shared.SPLIT,
     data_dir: str = shared.DATA_DIR,
     limit: int = shared.LIMIT,
-    eps: float = typer.Option(0.1, help="Precision of the rates; its square enters."),
-    page: str = typer.Option(None, metavar="FILE.html", help="Draw the curves, on a page of its own."),
-    as_json: bool = typer.Option(False, "--json", help="One object, every quantity at every place."),
+    eps: float = typer.Option(0.1, help="Precision of the rates."),
+    page: str = typer.Option(None, metavar="FILE.html", help="Draw the curves on an HTML page."),
+    as_json: bool = typer.Option(False, "--json", help="Print all numbers as one JSON object."),
     batch_size: int = shared.BATCH,
     device: str = shared.DEVICE,
 ) -> None:
-    """Tell how many nats the tokens of each layer cost: before the operator, after it, after the block.
+    """Measure the rate of each layer: before the operator, after it, after the block.
 
     dmst analyze rates
 
     dmst analyze rates dmst_cifar10 tost_cifar10 --page rates.html
 
-    Several networks are compared on the same images, side by side in one table. One network is told in full. Rates are in the
-    layer's own subspaces, in the lineage's convention, which is named; means over images ± standard deviation.
+    The rate is the number of nats needed to encode the tokens of an image, in the subspaces of the layer. For one network, all
+    quantities are printed. Several networks are compared in one table, on the same images.
     """
     from dmst.analysis.rates import rates_at
     from dmst.engine.distributed import joined
@@ -69,8 +80,8 @@ def rates(
         if any((each.name, each.fingerprint) != (first.name, first.fingerprint) for each in others):
             told = "; ".join(f"{where}: {each.name}" for where, each in looked.items())
             raise OptionError(
-                f"these networks would be looked at on different images ({told}), and their rates could not be compared. "
-                "Name images that all of them take: --data DATASET or --data FOLDER."
+                f"these networks would be measured on different images ({told}), so their rates could not be compared. "
+                "Choose images that fit all of them: --data DATASET or --data FOLDER."
             )
         for where, model in models.items():
             with counted(f"{where}: {first.name}", first.count, quiet=as_json) as tick:
@@ -83,10 +94,15 @@ def rates(
         console = Console()
         for grid in [_side_by_side(found, first.name)] if others else _in_full(weights[0], found[weights[0]], first.name):
             console.print(grid)
+        words = {name: word for name, word in COLUMNS.items() if not others or name in ("complete", "coding")}
+        for line in [*shared.legend(words), UNITS if not others else UNITS.partition(":")[0] + ", means over images.", ""]:
+            console.print(line, highlight=False, soft_wrap=True)
         convention = found[weights[0]]["input"].convention.rpartition(", ")[0]
         console.print(f"{convention}.", highlight=False, soft_wrap=True)
         if others:
-            console.print(f"{COMPARED} With --page FILE.html: curves, before and after.", highlight=False, soft_wrap=True)
+            console.print(
+                f"{COMPARED} Add --page FILE.html for curves before and after each operator.", highlight=False, soft_wrap=True
+            )
         for where, mine in found.items():
             if mine["input"].missing:
                 told = f"{where}: {mine['input'].missing}" if others else mine["input"].missing
@@ -106,10 +122,10 @@ def _table(title: str, columns: Iterable[str]) -> Table:
 
 def _in_full(where: str, rates: Mapping[str, LayerRates], images: str) -> Iterator[Table]:
     """One network: every quantity, a table for each place."""
-    from dmst.analysis.rates import PLACES
+    from dmst.analysis.rate_page import WHERE
 
     for at, each in rates.items():
-        grid = _table(f"{where}, {images}: {PLACES[at]}", SHOWN.values())
+        grid = _table(f"{where}, {images}: {WHERE[at]}", SHOWN.values())
         for layer in range(len(each.mean["coding"])):
             grid.add_row(str(layer), *(_cell(each, name, layer) for name in SHOWN))
         yield grid
@@ -120,7 +136,7 @@ def _side_by_side(found: Mapping[str, Mapping[str, LayerRates]], images: str) ->
     from dmst.analysis.rate_page import BESIDE
 
     columns = [f"{where if i == 0 else ''}\n{word}" for where in found for i, word in enumerate(BESIDE.values())]
-    grid = _table(f"{images}: the tokens that the operator reads", columns)
+    grid = _table(f"{images}: before the operator", columns)
     for layer in range(max(len(each["input"].mean["coding"]) for each in found.values())):
         cells = (_cell(each["input"], name, layer) for each in found.values() for name in BESIDE)
         grid.add_row(str(layer), *(cell.partition("±")[0] for cell in cells))

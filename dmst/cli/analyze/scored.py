@@ -18,31 +18,48 @@ if TYPE_CHECKING:
     from dmst.analysis.scored import Scores
 
 
+TESTED = {
+    "insertion": "patches are shown, most important first; a large area is good",
+    "deletion": "patches are hidden, most important first; a small area is good",
+    "road": "deletion, patches filled in from their neighbours; small is good",
+}
+ORDERS = {
+    "membership": "memberships of the head with the largest gate",
+    "gated": "memberships times gates, summed over the heads",
+    "attention": "attention that a patch receives",
+    "gradient": "gradient times input (no map of the layer)",
+    "centre": "centre of the image first (no network)",
+    "random": "random order (no network)",
+}
+AREA = "under the curve: probability of the predicted class by share of patches"
+
+
 def scored(
-    weights: str = typer.Argument("dmst_cifar10", help="A network that ships, a saved model, or a finished run."),
-    data: str = typer.Option(None, help="A dataset (`dmst data list`) or a folder; the photographs that ship if not given."),
-    split: str = typer.Option("test", help="Of the dataset."),
-    layer: int = typer.Option(-1, help="The layer whose memberships, gates or rows put the patches in order; -1 is the last."),
+    weights: str = typer.Argument("dmst_cifar10", help="A shipped network, a saved model, or a finished run."),
+    data: str = typer.Option(None, help="A dataset (`dmst data list`) or a folder. Default: photos that ship with dmst."),
+    split: str = typer.Option("test", help="Which split of the dataset: test or train."),
+    layer: int = typer.Option(-1, help="The layer whose map ranks the patches, from 0; -1 is the last."),
     test: list[str] = typer.Option(  # noqa: B008 (typer reads it)
-        ["insertion", "deletion", "road"], "--test", help="insertion, deletion or road; may be given several times."
+        ["insertion", "deletion", "road"], "--test", help="insertion, deletion or road. Repeatable."
     ),
-    steps: int = typer.Option(10, min=1, help="Points of a curve, less one."),
-    draws: int = typer.Option(3, min=1, help="Random orders an image."),
-    limit: int = typer.Option(200, min=1, help="How many images of a dataset, always the same ones."),
-    batch_size: int = typer.Option(64, min=1, help="Images at a time."),
-    foreground: bool = typer.Option(True, help="Where there are masks (--data pets): do the maps find the thing?"),
-    unverified: bool = typer.Option(False, help="Take weights without hashes, such as timm writes."),
-    data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are."),
-    as_json: bool = typer.Option(False, "--json", help="The same as JSON."),
+    steps: int = typer.Option(10, min=1, help="Steps of a curve."),
+    draws: int = typer.Option(3, min=1, help="Random orders per image."),
+    limit: int = typer.Option(200, min=1, help="Use at most this many images, always the same ones."),
+    batch_size: int = typer.Option(64, min=1, help="Images per batch."),
+    foreground: bool = typer.Option(True, help="With masks (--data pets): do the maps find the object?"),
+    unverified: bool = typer.Option(False, help="Accept weights without hashes, such as those of timm."),
+    data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="The folder of the datasets."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     device: str = shared.DEVICE,
 ) -> None:
-    """Are the maps true? Patches taken away in their order, against random, gradient and attention; maps against masks.
+    """Score the maps: does the prediction depend on the patches that a map marks?
 
     dmst analyze scored
 
     dmst analyze scored runs/mine --data pets --data-dir DIR
 
-    Positive differences: better than a random order, or than taking the middle of the picture first.
+    Patches are hidden or shown in the order of a map, and the probability of the predicted class is measured. A gain above 0
+    means: better than a random order, or better than starting at the centre of the image.
     """
     from dmst.analysis.foreground import foreground as against_masks
     from dmst.analysis.scored import TESTS
@@ -69,6 +86,11 @@ def scored(
     console = Console()
     console.print(f"{scores.model}, {found.name}", highlight=False, soft_wrap=True)
     console.print(_curves(scores))
+    orders = {score.order for score in scores.scores}
+    words = {name: word for name, word in TESTED.items() if name in tests}
+    words |= {name: word for name, word in ORDERS.items() if name in orders} | {"area": AREA}
+    for line in [*shared.legend(words), ""]:
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(scores.verdict, highlight=False, soft_wrap=True)
     if masks is not None:
         console.print(_masks(masks))
@@ -76,7 +98,7 @@ def scored(
 
 
 def _curves(scores: Scores) -> Table:
-    table = Table("test", "order", "area", "over random (95 %)", "over centre (95 %)")
+    table = Table("test", "ranked by", "area", "over random (95 %)", "over centre (95 %)")
     for score in scores.scores:
         table.add_row(score.test, score.order, f"{score.area.mean:.3f}", _signed(score.better), _signed(score.ahead))
     return table
@@ -89,14 +111,15 @@ def _signed(interval: Interval | None) -> str:
 def _masks(found: Foreground) -> Table:
     """Three measures of the best head of each layer, and of the head in the middle."""
     measures = ("iou_mean", "iou_area", "pointing")
-    table = Table("layer", "IoU, own mean", "IoU, mask's area", "pointing")
+    table = Table("layer", "IoU, threshold at mean", "IoU, area of the mask", "peak on object")
     for row in found.layers:
         table.add_row(str(row.layer), *(f"{_short(row.best[x])} {row.median[x]:.2f}" for x in measures))
     table.add_row("all", *(_short(found.best[x]) for x in measures))
     table.add_row("centre", *(_short(found.centre[x]) for x in measures))
     table.caption = (
-        f"{found.what} of the best head (95 %), chosen on the other half of the images, and of the median head; "
-        f"centre: the middle of the picture, by no network; pointing at random finds the thing in {found.share:.2f}"
+        f"{found.what} of the best head (95 % interval), chosen on the other half of the images; then the median head. "
+        f"centre: a map of the image centre, without a network. A random peak is on the object with probability "
+        f"{found.share:.2f}."
     )
     return table
 

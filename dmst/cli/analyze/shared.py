@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -23,16 +23,18 @@ WEIGHTS = typer.Argument(
     "dmst_cifar10", help="A network that ships (`dmst models --shipped`), a saved model, or a finished run."
 )
 DATA = typer.Option(
-    None, metavar="NAME", help="A dataset or a folder; if not given, what a run was evaluated on, or the photographs that ship."
+    None,
+    metavar="NAME",
+    help="A dataset or a folder. Default: the images a run was evaluated on, else photos that ship with dmst.",
 )
-DATA_DIR = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="Where the datasets are.")
-SPLIT = typer.Option("test", help="test or train.")
-LIMIT = typer.Option(1000, min=1, help="Images at most, chosen by hash.")
-EPS = typer.Option(None, help="The precision, c = d/eps²; if not given c = 1, the rate that the operators themselves descend.")
-ORTHONORMAL = typer.Option(False, "--orthonormal", help="Take each head's subspace by QR, without bias, not as it is.")
-BATCH = typer.Option(64, "--batch-size", min=1, help="Images at a time; the numbers do not depend on it.")
-JSON = typer.Option(False, "--json", help="All numbers, by layer and head, as one JSON object.")
-DEVICE = typer.Option(None, help="cpu, cuda or cuda:N; the best there is if not given.")
+DATA_DIR = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="The folder of the datasets.")
+SPLIT = typer.Option("test", help="Which split of the dataset: test or train.")
+LIMIT = typer.Option(1000, min=1, help="Use at most this many images, always the same ones.")
+EPS = typer.Option(None, help="Precision of the rate, c = d/eps². Default: c = 1, the rate that the layers themselves lower.")
+ORTHONORMAL = typer.Option(False, "--orthonormal", help="Use an orthonormal basis (QR) of each head's subspace, without bias.")
+BATCH = typer.Option(64, "--batch-size", min=1, help="Images per batch. It does not change the numbers.")
+JSON = typer.Option(False, "--json", help="Print all numbers, by layer and head, as one JSON object.")
+DEVICE = typer.Option(None, help="cpu, cuda or cuda:N. Default: a GPU if there is one.")
 
 
 def look(
@@ -62,10 +64,17 @@ def columns(weights: str, looked_at: Sample, names: Sequence[str]) -> Table:
     return table
 
 
-def tell(table: Table | None, sentences: list[str]) -> None:
-    """The table, then what it means, a line each."""
+def legend(words: Mapping[str, str]) -> list[str]:
+    """What each column means, a line each."""
+    wide = max(map(len, words))
+    return [f"{name:<{wide}}  {word}" for name, word in words.items()]
+
+
+def tell(table: Table | None, sentences: list[str], words: Mapping[str, str] | None = None) -> None:
+    """The table and what its columns mean, then what it says, a line each."""
     console = Console()
     if table is not None:
         console.print(table)
+        sentences = [*legend(words), "", *sentences] if words else sentences
     for sentence in sentences:
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)

@@ -48,8 +48,8 @@ def file_set(folder: Path, asked: Asked) -> FileSet:
         found = images_in(folder / name)
         if not found:
             raise BadFileError(
-                f"{folder / name} has no image: remove the class, or put files there that end in {' '.join(ENDINGS)} "
-                "(not in folders inside it)."
+                f"{folder / name} has no images: remove this class folder, or put files in it that end in {' '.join(ENDINGS)} "
+                "(folders inside it are not searched)."
             )
         names += [f"{name}/{file}" for file, _ in found]
         sizes += [size for _, size in found]
@@ -63,10 +63,11 @@ def class_folders(folder: Path) -> list[str]:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
     except (OSError, ValueError) as error:
-        raise BadFileError(f"{folder} cannot be listed ({getattr(error, 'strerror', None) or error}).") from error
+        raise BadFileError(f"{folder} cannot be read ({getattr(error, 'strerror', None) or error}): check the path.") from error
     if not names:
         raise BadFileError(
-            f"{folder} holds no class folders: a set of images is FOLDER/train/CLASS/*.jpg or FOLDER/CLASS/*.jpg."
+            f"{folder} holds no class folders: put the images of each class in a folder of its own, FOLDER/CLASS/*.jpg, or "
+            "FOLDER/train/CLASS/*.jpg and FOLDER/test/CLASS/*.jpg."
         )
     return names
 
@@ -81,7 +82,9 @@ def images_in(folder: Path) -> list[tuple[str, int]]:
                 if entry.name.lower().endswith(ENDINGS) and not entry.name.startswith(".") and not entry.is_dir()
             )
     except OSError as error:  # a link to a file that is gone is one: an image is never dropped unsaid
-        raise BadFileError(f"{error.filename or folder} cannot be read ({error.strerror or error}).") from error
+        raise BadFileError(
+            f"{error.filename or folder} cannot be read ({error.strerror or error}): check or remove it."
+        ) from error
 
 
 def same_classes(where: Path, found: Iterable[str], wanted: Sequence[str]) -> None:
@@ -101,7 +104,7 @@ def _split_folder(place: Path, split: str) -> Path:
     if split == "train" and not any(is_split(place / name) for names in SPLITS.values() for name in names):
         return place
     told = " or ".join(f"{name}/" for name in SPLITS[split])
-    raise MissingSplitError(f"{place} has no split {split!r}: it would be in {told}, with the class folders inside.")
+    raise MissingSplitError(f"{place} has no split {split!r}: it needs a folder {told} with the class folders inside.")
 
 
 def is_split(folder: Path) -> bool:
