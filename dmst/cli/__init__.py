@@ -10,7 +10,7 @@ dmst models [PATTERN]         the named networks, their sizes and parameters
 dmst demo                     a DMST learns to read digits, and a page shows what it computes
 Train
 dmst train RECIPE             train or fine-tune, or go on with a run; dmst train --data FOLDER ... for images of your own
-dmst evaluate WEIGHTS         exact top-1 and top-5 of a saved model
+dmst evaluate WEIGHTS         accuracy of a trained network, on the images that it held out
 dmst recipes [NAME]           the recipes that ship, what each promises; --keys: all that can be set
 dmst data list                the datasets; also data info, data fetch, data verify
 Look inside
