@@ -24,6 +24,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import platform
 import re
 import sys
 import traceback
@@ -229,7 +230,8 @@ def build_of(package: str) -> str:
 def asked_by(package: str, other: str) -> str:
     """The one version of `other` that a package asks for; "" where it names none."""
     lines = next((found.requires or [] for found in metadata.distributions(name=package)), [])
-    return next((found[1] for line in lines if (found := re.match(rf"{other} ?\(?==([\w.]+)", line))), "")
+    here = [line for line in lines if "platform_system" not in line or platform.system() in line]
+    return next((found[1] for line in here if (found := re.match(rf"{other} ?\(?==([\w.+]+)", line))), "")
 
 
 def _named(version: str) -> str:

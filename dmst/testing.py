@@ -130,11 +130,11 @@ def _differ(a: Tensor, b: Tensor) -> float:
 
 
 def _signature(case: _Case) -> None:
-    first, *rest = list(inspect.signature(case.operator.__init__).parameters.values())[1:]
+    first, rest = (given := list(inspect.signature(case.operator.__init__).parameters.values())[1:])[:2], given[2:]
     contract = f"An operator is built as {case.name}(dim, num_heads, *, {', '.join(PASSED)}, then its own options by keyword)."
-    second = rest.pop(0) if rest else first
-    if (first.name, second.name) != ("dim", "num_heads"):
-        case.fail(f".__init__ begins with ({first.name}, {second.name})", contract)
+    names = [p.name for p in first]
+    if names != ["dim", "num_heads"]:
+        case.fail(f".__init__ begins with ({', '.join(names)})", contract)
     by_position = [p.name for p in rest if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     if by_position:
         case.fail(f".__init__ takes {by_position[0]!r} by position, so a network does not see it as an option", contract)

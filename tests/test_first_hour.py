@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+import dmst
 from dmst.models import shipped
 from dmst.photos import PHOTOS, photo
 
@@ -94,7 +95,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
     for words in (
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", place, ROOT],
         [sys.executable, "-m", "venv", place / "env"],
-        [place / "env/bin/pip", "install", "--quiet", "--no-compile", place / "dmst-0.1.0-py3-none-any.whl"],
+        [place / "env/bin/pip", "install", "--quiet", "--no-compile", f"{place}/dmst-{dmst.__version__}-py3-none-any.whl"],
     ):
         done = subprocess.run([*map(str, words)], env=env, capture_output=True, text=True, timeout=110)
         assert done.returncode == 0, done.stderr

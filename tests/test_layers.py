@@ -91,6 +91,7 @@ def test_other_libraries_only_where_named() -> None:
         "data": {"PIL"},
         "engine": {"rich", "safetensors", "PIL"},
         "analysis": {"PIL"},
+        "explorer": {"PIL"},
     }
     checking = {"jaxtyping"}  # shapes as text, behind TYPE_CHECKING
     for path in ROOT.rglob("*.py"):

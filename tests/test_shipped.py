@@ -64,7 +64,7 @@ def test_create_model_takes_them() -> None:
     other = create_model("dmst_digits", pretrained=True, num_classes=3)
     assert other(stored["images"]).shape == (8, 3) and not other.class_names
     assert torch.equal(other.blocks[0].operator.subspace.weight, model.blocks[0].operator.subspace.weight)
-    with pytest.raises(OptionError, match=r"weights of dmst_digits are of another network .* operator 'dmsa' \(here 'tssa'\)"):
+    with pytest.raises(OptionError, match=r"weights of dmst_digits do not fit: operator 'dmsa' \(here 'tssa'\)"):
         create_model("dmst_digits", pretrained=True, operator="tssa")
     with pytest.raises(OptionError, match=r"no weights ship for dmst_small_patch16_224\. Those that do: .*dmst_digits"):
         create_model("dmst_small", pretrained=True)
@@ -142,6 +142,8 @@ def test_they_load_by_every_documented_way(name: str, tmp_path: Path, monkeypatc
         assert small(stored["images"][..., :8, :8].repeat(1, 1, 2, 2)).shape == (8, 3) and not small.class_names
         assert small.config.drop_path_rate == 0.2 and not small.training
         assert torch.equal(small.blocks[0].norm.weight, model.blocks[0].norm.weight)
+        features = create_model(name, pretrained=True, num_classes=0)(stored["images"])  # no classifier
+        assert features.shape == (8, model.config.dim)
     classes = model.class_names
     for i, label in enumerate(classes):
         for split in ("train", "test"):

@@ -16,10 +16,11 @@ import torch
 from PIL import Image
 
 from dmst import cli, create_model
+from dmst.data.loader import View
 from dmst.engine import summary
-from dmst.engine.prepare import build_model, open_sets, settings_of, view_of
-from dmst.engine.recipe import from_toml, list_recipes, read_recipe
-from dmst.models import load_model
+from dmst.engine.prepare import Sets, build_model, open_sets, settings_of, view_of
+from dmst.engine.recipe import Recipe, from_toml, list_recipes, read_recipe
+from dmst.models import VisionModel, load_model
 from tests.runs import pictures
 
 SMALL = {"model.options.depth": 1, "model.options.dim": 16, "model.options.num_heads": 2, "data.path": "resident"}
@@ -165,6 +166,7 @@ def test_plain_options_and_a_short_schedule(dmst: Command, data: Path, tmp_path:
     assert load_model(tmp_path / "run/final").config.img_size == (16, 16)
     assert read_recipe("finetune", ["schedule.epochs=2"]).schedule.warmup_epochs == 0.2
     assert read_recipe("finetune", ["schedule.epochs=20"]).schedule.warmup_epochs == 3  # as the recipe has it
+    assert read_recipe("finetune", ["schedule.epochs=4", "schedule.warmup_epochs=3"]).schedule.warmup_epochs == 3
     assert dmst(*words, "--epochs", 1, "--set", "schedule.warmup_epochs=2", "--out", tmp_path / "other") == 1
     assert "the warm-up must end before the run does" in dmst.err
 
@@ -191,14 +193,20 @@ def test_weights_of_another_network_are_refused(name: str, dmst: Command, data: 
     assert not (out / "final").exists()
 
 
+def block(model: VisionModel, sets: Sets, view: View, recipe: Recipe, processes: int = 1) -> str:
+    return summary.summary(model, sets, view, recipe, torch.device("cpu"), steps=352, done=0, processes=processes)
+
+
 def test_a_long_run_on_a_cpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "seconds_per_image", lambda model, view: 0.5)
     sets = open_sets(read_recipe("digits"))
     model = create_model("dmst_digits")
     view = view_of(model)._replace(size=64)
     for size, wanted in ((64, "Shorter: --epochs 4, or --size 32"), (32, "Shorter: --epochs 4, or fewer images")):
-        told = summary.summary(model, sets, view._replace(size=size), read_recipe("digits"), torch.device("cpu"), 352, 0)
+        told = block(model, sets, view._replace(size=size), read_recipe("digits"))
         assert "about 3.4 hours: 16 epochs of 22 steps, 64 images each" in told and wanted in told
+    monkeypatch.delattr(summary, "seconds_per_image")  # which must not run in one of several processes
+    assert "time         16 epochs of 22 steps" in block(model, sets, view, read_recipe("digits"), processes=2)
     assert [summary.in_words(x) for x in (0.3, 50, 130, 3500, 40000)] == [
         "1 second", "50 seconds", "2 minutes", "1.0 hours", "11 hours",
     ]  # fmt: skip
@@ -211,13 +219,14 @@ def test_fine_tuning_recommends_a_larger_size_for_larger_photos(data: Path, tmp_
         assert recipe.model.init_from == "dmst_cifar100"
         sets = open_sets(recipe)
         model = build_model(recipe, sets.train.classes, sets.channels)
-        told = summary.summary(model, sets, view_of(model), recipe, torch.device("cpu"), 30, 0)
+        told = block(model, sets, view_of(model), recipe)
         assert ("--size 64" in told) is advised, told
         assert "the weights of dmst_cifar100, which ships with this package (78.93% right on cifar100 test" in told
     assert "from about 96 x 96: the shorter side is scaled to 32, the middle is kept" in told
 
 
-def damage(data: Path, name: str = "train/down/003.png") -> None:
+def damage(data: Path, name: str = "train/across/000.png") -> None:
+    """The very first, if no other is named: whoever looks at a few images looks at that one."""
     path = data / name
     path.write_bytes(path.read_bytes()[:60])
 
@@ -228,13 +237,30 @@ def test_a_bad_image(dmst: Command, data: Path, tmp_path: Path) -> None:
     words = ["--data", data, "--model", "dmst_cifar", "--out", tmp_path / "run", "--no-report"]
     for extra in ([], ["--on-bad-image", "fail"]):
         assert dmst.train(*words, *extra) == 1
-        assert "1 of 60 images cannot be used" in dmst.err and f"{data}/train/down/003.png: it cannot be decoded" in dmst.err
+        assert "1 of 60 images cannot be used" in dmst.err and f"{data}/train/across/000.png: it cannot be decoded" in dmst.err
         assert not (tmp_path / "run/final").exists() and not dmst.out
     assert dmst.train(*words, "--on-bad-image=skip") == 0, dmst.err
     assert "59 images to learn from" in dmst.out
-    assert f"1 image could not be read and did not count: {data}/train/down/003.png" in dmst.out
+    assert f"1 image could not be read and did not count: {data}/train/across/000.png" in dmst.out
     start = json.loads((tmp_path / "run/journal.jsonl").read_text().splitlines()[0])
-    assert start["bad_images"] == [f"{data}/train/down/003.png"] and start["train_images"] == 59
+    assert start["bad_images"] == [f"{data}/train/across/000.png"] and start["train_images"] == 59
+
+
+def test_a_run_is_evaluated_as_it_evaluated_itself(
+    dmst: Command, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the bad image that it left out, with its own crop; and what is asked for in vain is refused."""
+    damage(data, "test/across/000.png")
+    run = tmp_path / "run"
+    words = ["--data", data, "--model", "dmst_cifar", "--out", run, "--no-report", "--on-bad-image", "skip"]
+    assert dmst.train(*words, settings={"data.crop_pct": 0.5}) == 0, dmst.err
+    told = json.loads((run / "journal.jsonl").read_text().splitlines()[-1])["ema"]
+    assert dmst("evaluate", run, "--device", "cpu", "--json") == 0, dmst.err
+    found = json.loads(dmst.out)
+    assert (found["images"], found["right"]) == (14, told["right"]) and found["loss"] == pytest.approx(told["loss"], abs=1e-5)
+    assert dmst("evaluate", run, "--split", "train", "--device", "cpu") == 1 and "--split train needs --data" in dmst.err
+    data.rename(tmp_path / "elsewhere")
+    assert dmst("evaluate", run, "--device", "cpu") == 1 and "or give --data" in dmst.err
 
 
 def test_all_bad_images_are_listed_at_once(dmst: Command, data: Path, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Run:
         """What was evaluated, as it stands beside every accuracy: "digits test", or "photos, 20 % held out"."""
         if self.evaluated == "holdout":  # the variant of what was learnt from says the share
             held = printable(self.facts.get("variant") or "").replace("without the ", "")
-            return f"{self.name}, {held or 'held out'}"
+            return f"{self.name}, {held if held.endswith('held out') else 'held out'}"
         return f"{self.name} {self.evaluated}{self.data.removeprefix(self.name)}"
 
     @property

@@ -48,7 +48,9 @@ class Sample:
         said = short(named(self.classes, int(self.says[i])))
         told = f"predicted {escape(said)}, {self.sure[i]:.0%}"
         label = "" if self.titles else "label "
-        told = told if said == self.name(i) else f"{label}<b>{escape(self.name(i))}</b>: {told}"
+        answer = int(self.says[i])
+        right = named(self.classes, answer) == self.titles[i] if self.titles else answer == int(self.labels[i])
+        told = told if right else f"{label}<b>{escape(self.name(i))}</b>: {told}"
         caption = f'<figcaption class="note" style="overflow-wrap:anywhere">{told}</figcaption>'
         return f'<figure style="margin:0;flex:none;width:{size}px">{drawn}{caption}</figure>'
 

@@ -158,8 +158,7 @@ def _rates(rates: Mapping[str, LayerRates]) -> str:
         "variational": "The <b>variational rate</b> is the cost in the subspaces of the layer's heads, weighted by memberships "
         "and gates; a head that is off costs nothing.",
         "complete": "The <b>complete rate</b> also counts what lies outside the subspaces.",
-        "coding": "The <b>coding rate</b> encodes all tokens as one group. This network has no memberships, so it has no other "
-        "rate.",
+        "coding": f"The <b>coding rate</b> encodes all tokens as one group. {escape(rates['input'].missing)}",
     }
     return (
         "<p>A <b>rate</b> is the number of nats needed to encode the tokens of an image (1 nat = 1.44 bits). "

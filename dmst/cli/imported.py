@@ -15,6 +15,8 @@ def import_module(what: str) -> None:
     is_file = path.suffix == ".py"
     if is_file and not path.is_file():
         raise OptionError(f"--import {what}: the file does not exist. Give the path of a .py file, or the name of a module.")
+    if is_file and not path.stem.isidentifier():
+        raise OptionError(f"--import {what}: {path.stem!r} cannot be the name of a module. Rename the file, as my_op.py.")
     name, folder = (path.stem, str(path.parent.resolve())) if is_file else (what, str(Path.cwd()))
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 OUT = typer.Option(None, metavar="DIR", help="Folder of the run; runs/NAME if not given. A run that is in it goes on.")
-EPOCHS = typer.Option(None, min=1, help="Passes over the images. The warm-up gets shorter with it.")
+EPOCHS = typer.Option(None, min=1, help="Passes over the images. A long warm-up gets shorter with it.")
 BATCH = typer.Option(None, min=1, help="Images of one step.")
 SIZE = typer.Option(None, min=1, metavar="PIXELS", help="Side of the images that the network sees; its own if not given.")
 LR = typer.Option(None, help="Peak learning rate.")
@@ -90,7 +90,7 @@ def train(
     from dmst.engine.train import train as run
     from dmst.errors import OptionError
 
-    name, sugar = _recipe_of(recipe, data, model, init_from, data_dir, batch)
+    name, sugar = _recipe_of(recipe, data, model, init_from, data_dir)
     given = {"schedule.epochs": epochs, "run.batch_size": batch, "data.image_size": size, "optim.lr": lr}
     sugar += [f"{key}={value}" for key, value in given.items() if value is not None]
     sugar += [f"data.on_bad_image={on_bad_image}"] if on_bad_image else []
@@ -117,9 +117,9 @@ def train(
 
 
 def evaluate(
-    weights: str = typer.Argument(help="A saved model, or the folder of a finished run."),
+    weights: str = typer.Argument(help="A finished run, a saved model, or the name of one that ships."),
     data: str = typer.Option(None, help="A dataset's name, or a folder; of a run: the images it held out, if not given."),
-    split: str = typer.Option("test", help="test or train."),
+    split: str = typer.Option("", help="test or train, of --data; test if not given."),
     data_dir: str = DATA_DIR,
     device: str = DEVICE,
     workers: int = WORKERS,
@@ -191,7 +191,7 @@ def _is_main() -> bool:
 
 
 def _recipe_of(
-    recipe: str | None, data: str | None, model: str | None, init_from: str | None, data_dir: str | None, batch: int | None
+    recipe: str | None, data: str | None, model: str | None, init_from: str | None, data_dir: str | None
 ) -> tuple[str, list[str]]:
     """The recipe, and what --data, --model and --init-from say as changes to it. With --data alone it is `finetune`."""
     from dmst.engine.prepare import settings_of
@@ -200,6 +200,6 @@ def _recipe_of(
     if recipe is None:
         if data is None:
             raise OptionError("dmst train needs a recipe (`dmst recipes` lists them), or --data with a folder of images.")
-        return "finetune", settings_of(data, model, init_from, data_dir, batch)
+        return "finetune", settings_of(data, model, init_from, data_dir)
     given = {"data.name": data, "model.name": model, "model.init_from": init_from}
     return recipe, [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value]

@@ -31,40 +31,44 @@ STALLED = 900  # seconds without an answer
 Bad = dict[int, str]  # by index, the reason
 
 
-def scan_all(sets: Mapping[str, ImageSet], *, caches: Mapping[str, Path | None], **options: Any) -> dict[str, frozenset[int]]:
-    """The bad images of every set; what is refused is refused once, with the bad images of all."""
+def scan(image_set: ImageSet, *, cache: Path | None = None, **options: Any) -> frozenset[int]:
+    """The indices of the bad images of one set; options as of `scan_all`."""
+    return scan_all({"": image_set}, caches={"": cache}, **options)[""]
+
+
+def scan_all(
+    sets: Mapping[str, ImageSet],
+    *,
+    caches: Mapping[str, Path | None],
+    workers: int = 0,
+    on_bad: str = "fail",
+    tick: Callable[[int, int], None] | None = None,
+) -> dict[str, frozenset[int]]:
+    """The bad images of every set; `tick` is told how many of how many have been looked at."""
+    choose("on_bad", on_bad, ("fail", "skip"))
     found: dict[str, frozenset[int]] = {}
     refused: list[BadImageError] = []
     for name, image_set in sets.items():
-        try:
-            found[name] = scan(image_set, cache=caches[name], **options)
-        except BadImageError as error:
-            refused.append(error)
+        cache = caches[name]
+        bad = _known(cache, image_set)
+        if bad is None or (bad and on_bad == "fail"):  # a file may have been mended without a change of its size
+            bad = _look(image_set, workers, tick or (lambda done, total: None))
+        allowed = 0 if on_bad == "fail" else min(max(1, len(image_set) // SHARE), len(image_set) - 1)
+        if len(bad) > allowed:
+            refused.append(_refusal(image_set, bad, on_bad, allowed))
+            continue
+        found[name] = frozenset(bad)
+        if cache is not None:
+            _keep(cache, image_set, bad)
     if refused:
         first, *others = refused
         raise BadImageError(first.name, "\n".join([first.reason, *map(str, others)]))
     return found
 
 
-def scan(
-    image_set: ImageSet,
-    *,
-    workers: int = 0,
-    on_bad: str = "fail",
-    cache: Path | None = None,
-    tick: Callable[[int, int], None] | None = None,
-) -> frozenset[int]:
-    """The indices of the bad images of `image_set`; `tick` is told how many of how many have been looked at."""
-    choose("on_bad", on_bad, ("fail", "skip"))
-    bad = _known(cache, image_set)
-    if bad is None or (bad and on_bad == "fail"):  # a file may have been mended without a change of its size
-        bad = _look(image_set, workers, tick or (lambda done, total: None))
-    allowed = 0 if on_bad == "fail" else min(max(1, len(image_set) // SHARE), len(image_set) - 1)
-    if len(bad) > allowed:
-        raise _refusal(image_set, bad, on_bad, allowed)
-    if cache is not None:
-        _keep(cache, image_set, bad)
-    return frozenset(bad)
+def known_bad(cache: Path, image_set: ImageSet) -> frozenset[int]:
+    """What an earlier scan found bad in this set; nothing where there was none."""
+    return frozenset(_known(cache, image_set) or ())
 
 
 def _look(image_set: ImageSet, workers: int, tick: Callable[[int, int], None]) -> Bad:

@@ -82,7 +82,7 @@ def evaluate_weights(
     weights: str | Path,
     data: str | None = None,
     *,
-    split: str = "test",
+    split: str = "",
     data_dir: str | Path | None = None,
     device: str | None = None,
     workers: int = 0,
@@ -96,15 +96,19 @@ def evaluate_weights(
     Without `data`, of a run: the images that it did not learn from, its held-out share or its test images.
     """
     model = prepare.read_weights(weights)
-    image_set = catalog.open_set(data, split, data_dir=data_dir) if data else prepare.evaluated_by(weights, data_dir)
-    if image_set is None:
-        raise OptionError(
-            f"{weights} is no run that kept images for evaluation: say what to evaluate it on, --data DATASET or --data FOLDER."
-        )
+    if split and not data:
+        raise OptionError(f"--split {split} needs --data: without it a run is evaluated on the images that it held out.")
+    found = None if data else prepare.evaluated_by(weights, data_dir)
+    if data:
+        image_set = catalog.open_set(data, split or "test", data_dir=data_dir)
+    elif found:
+        image_set, crop_pct = found.images, crop_pct or found.crop_pct
+    else:
+        raise OptionError(f"{weights} is no run with images for evaluation: give them, --data DATASET or --data FOLDER.")
     if len(image_set.classes) != model.num_classes:
         raise OptionError(
-            f"{weights} tells {model.num_classes} classes apart, and {data} has {len(image_set.classes)}: fine-tune it first "
-            f"(dmst train --data {data} --init-from {weights} --out DIR)."
+            f"{weights} tells {model.num_classes} classes apart, and {image_set.name} has {len(image_set.classes)}: fine-tune "
+            f"it first (dmst train --data {data or 'FOLDER'} --init-from {weights} --out DIR)."
         )
     with joined(device) as group:
         model.to(group.device)

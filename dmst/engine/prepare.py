@@ -7,14 +7,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dmst.data import catalog, chance
 from dmst.data.loader import View
-from dmst.data.scan import scan_all
+from dmst.data.scan import known_bad, scan_all
 from dmst.data.sets import ImageSet, split_off, subset
 from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
@@ -87,13 +87,31 @@ def open_sets(
     return Sets(train, held, bad["train"], bad.get("eval", frozenset()))
 
 
-def evaluated_by(run: str | Path | None, data_dir: str | Path | None = None) -> ImageSet | None:
+class Evaluated(NamedTuple):
+    """What a run was evaluated on."""
+
+    images: ImageSet
+    crop_pct: float  # 0: the model's
+
+
+def evaluated_by(run: str | Path | None, data_dir: str | Path | None = None) -> Evaluated | None:
     """The images that a run was evaluated on, held-out ones too; None where `run` is no run, or one that evaluated nothing."""
     path = Path(run or "") / RECIPE
     if not run or not path.is_file():
         return None
     recipe = from_toml(path.read_text(encoding="utf-8"), str(path))
-    return open_sets(recipe, data_dir=data_dir, look=False).eval
+    try:
+        images = open_sets(recipe, data_dir=data_dir, look=False).eval
+    except (OptionError, BadFileError) as error:
+        raise BadFileError(
+            f"the images of the run {run} cannot be opened: {error} Go to the folder where the run was started, or give --data."
+        ) from error
+    if images is None:
+        return None
+    bad = known_bad(path.with_name("scan-eval.json"), images)
+    if bad:
+        images = subset(images, [i for i in range(len(images)) if i not in bad])
+    return Evaluated(images, recipe.data.crop_pct)
 
 
 def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> VisionModel:
@@ -138,7 +156,9 @@ def view_of(model: VisionModel, crop_pct: float = 0.0) -> View:
     """How the network looks at an image: its own statistics, and the given crop or its own."""
     told, (rows, columns) = model.pretrained_cfg, model.config.img_size  # type: ignore[misc]
     if rows != columns:
-        raise OptionError(f"{model.config.name} takes images of {rows} x {columns}: the loaders make squares only.")
+        raise OptionError(
+            f"{model.config.name} takes images of {rows} x {columns}, and images are cut to squares here: call it in Python."
+        )
     return View(
         rows,
         model.config.in_chans,
@@ -149,9 +169,7 @@ def view_of(model: VisionModel, crop_pct: float = 0.0) -> View:
     )
 
 
-def settings_of(
-    data: str, model: str | None, init_from: str | None, data_dir: str | Path | None, batch: int | None = None
-) -> list[str]:
+def settings_of(data: str, model: str | None, init_from: str | None, data_dir: str | Path | None) -> list[str]:
     """What a command line without a recipe leaves open, as changes to `finetune`: the network of the weights, the best weights
     that ship where none are named, a held-out share where there are no test images, a batch that the images fill."""
     if not (model or init_from):
@@ -168,7 +186,7 @@ def settings_of(
     size = read_recipe("finetune").run.batch_size
     while size > 2 and size > len(images) * (1 - share) / 2:
         size //= 2
-    told["run.batch_size"] = batch or size
+    told["run.batch_size"] = size
     if not torch.cuda.is_available():
         told["run.amp"] = "none"  # slower in bfloat16 on most CPUs
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in told.items()]

@@ -93,7 +93,8 @@ def _build(data: bytes, source: str, overrides: Sequence[str] = ()) -> Recipe:
     before = dict(tables["schedule"])
     for override in overrides:
         _override(tables, override)
-    _shorten_warmup(before, tables["schedule"])
+    if not any(override.strip().startswith("schedule.warmup_epochs") for override in overrides):
+        _shorten_warmup(before, tables["schedule"])
     made: dict[str, Any] = {}
     for name, section in SECTIONS.items():
         for key, rule in section.rules().items():
@@ -106,12 +107,9 @@ def _build(data: bytes, source: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _shorten_warmup(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Of a run that was made shorter, the warm-up keeps its share where it would fill more than half of the run.
-
-    It stays as it is where it was set too.
-    """
+    """Of a run that was made shorter, the warm-up keeps its share where it would fill more than half of the run."""
     warmup, epochs = now.get("warmup_epochs", 0), now.get("epochs", 0)
-    if warmup == before.get("warmup_epochs") and epochs < before.get("epochs", 0) and warmup > epochs / 2:
+    if epochs < before.get("epochs", 0) and warmup > epochs / 2:
         now["warmup_epochs"] = round(warmup / before["epochs"] * epochs, 4)
 
 

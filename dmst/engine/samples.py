@@ -72,7 +72,7 @@ def sample(
     if data and photos:
         raise OptionError(f"{data} and photos: name a dataset, or photos, not both.")
     config, dtype = model.config, next(model.parameters()).dtype
-    held = None if data or photos else prepare.evaluated_by(run, data_dir)
+    held, crop_pct = (None if data or photos else prepare.evaluated_by(run, data_dir)) or (None, 0.0)
     if photos:
         words = "1 photo" if len(photos) == 1 else f"{len(photos)} photos"
         return _photos(model, [Path(path) for path in photos], words, batch_size, device)
@@ -90,7 +90,7 @@ def sample(
         image_set = subset(image_set, np.sort(places.numpy()))
     else:
         name += f"{len(image_set):,} images"
-    stream = EvalStream(image_set, prepare.view_of(model), batch_size=min(batch_size, len(image_set)), device=device)
+    stream = EvalStream(image_set, prepare.view_of(model, crop_pct), batch_size=min(batch_size, len(image_set)), device=device)
     same = tuple(image_set.classes) == tuple(model.class_names or image_set.classes)
     batches = _Streamed(stream, same and len(image_set.classes) == config.num_classes, dtype)
     return Sample(name, len(image_set), batches, fingerprint=image_set.fingerprint)

@@ -259,8 +259,9 @@ class _Loop:
         self.keep_going = self.journal.keep_going = keep_going
         if type(self.watch) is not Quiet and self.step < self.steps:
             told = summary(
-                self.work.model, self.sets, self.stream.view, self.recipe, self.group.device, steps=self.steps, done=self.step
-            )
+                self.work.model, self.sets, self.stream.view, self.recipe, self.group.device, steps=self.steps, done=self.step,
+                processes=self.group.world,
+            )  # fmt: skip
             self.watch.say(told)
         for note in self.stream.notes:
             self.watch.say(note)
@@ -340,7 +341,7 @@ class _Loop:
                 images, _ = self._sample(64)
                 for name, probe in self.probes.items():
                     values[name] = probe(self._judged()[self._chosen()].eval(), images)
-            of = "" if len(self.last_score) == 1 else " (running mean of the weights)" if self._chosen() == "ema" else ""
+            of = " (running mean of the weights)" if self._chosen() == "ema" else ""
             self.watch.say(f"epoch {epoch}: loss {values['train_loss']:.4f}, {chosen.top1:.2%} of {self.sets.eval} right{of}")
         self.journal.write("evaluation", self.step, **values)
         if self.judge is not None and self.step < self.steps:

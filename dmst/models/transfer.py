@@ -1,7 +1,7 @@
 """Start a network from the weights of another: `take_over(model, source)`.
 
-Everything that both have is copied. Another number of classes keeps the new classifier; another image size resizes learned
-positions. Networks that differ in anything else are refused, with what differs and which names would fit (`fitting`).
+Everything that both have is copied. Other classes keep the new classifier; another image size resizes learned positions.
+Networks that differ in anything else do not fit: `differing` says in what.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ def differing(wanted: ModelConfig, found: ModelConfig) -> str:
 @torch.no_grad()
 def take_over(model: VisionModel, source: VisionModel, where: str) -> None:
     """Copy the weights of `source`, which messages call `where`."""
-    if told := differing(model.config, source.config):
-        raise OptionError(f"the weights of {where} are of another network than {model.config.name}: {told}.")
     wanted, found = model.state_dict(), source.state_dict()
+    same_classes = model.config.num_classes == source.config.num_classes and (
+        not model.class_names or not source.class_names or model.class_names == source.class_names
+    )
     for name, tensor in found.items():
+        if name.startswith("head.") and not same_classes:
+            continue
         if tensor.shape == wanted[name].shape:
             wanted[name].copy_(tensor)
         elif name == "position.table":
             wanted[name].copy_(_resized(tensor, source, model))
-        elif not name.startswith("head."):
+        else:
             raise OptionError(
                 f"the weights of {where}: {name} has shape {tuple(tensor.shape)}, not {tuple(wanted[name].shape)}."
             )
-    if model.config.num_classes == source.config.num_classes:
+    if same_classes:
         model.class_names = model.class_names or source.class_names
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import fnmatch
 from typing import Any
 
-from dmst.errors import unknown_name
+from dmst.errors import OptionError, unknown_name
 from dmst.models.config import ModelConfig
-from dmst.models.transfer import take_over
+from dmst.models.transfer import differing, take_over
 from dmst.models.vision import VisionModel
 
 Row = dict[str, Any]
@@ -148,6 +148,8 @@ def create_model(
     config = source.config.change(**overrides)  # what is not asked for is as the weights were trained
     if config == source.config:
         return source
+    if told := differing(config, source.config):
+        raise OptionError(f"the weights of {config.name} do not fit: {told}. Leave that as it is, or use pretrained=False.")
     model = VisionModel(config, device=device, dtype=next(source.parameters()).dtype)
     take_over(model, source, config.name)
     return model.eval()

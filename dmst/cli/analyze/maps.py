@@ -68,7 +68,7 @@ def maps(
             batch_size=8,
             device=group.device,
         )
-        names = [f"{i:03d}-{path.stem}" for i, path in enumerate(paths)] or [f"{i:03d}" for i in range(found.count)]
+        names = [f"{i:03d}-{title}" for i, title in enumerate(found.titles)] or [f"{i:03d}" for i in range(found.count)]
         done, classes = 0, model.class_names or tuple(f"class {i}" for i in range(model.config.num_classes))
         with only_looking(model):
             for images, _ in found:

@@ -41,7 +41,7 @@ COLUMNS = {
 }
 UNITS = "Rates are in nats (1 nat = 1.44 bits): mean over images ± standard deviation."
 SPREAD = ("variational", "complete", "coding")
-COMPARED = "Here R_var counts every head, also the silent ones, so that networks with and without a gate can be compared."
+COMPARED = "cost in the subspaces; here every head counts, also a silent one, so that networks can be compared"
 WEIGHTS = typer.Argument(None, help="Shipped networks, saved models or finished runs. Default: dmst_cifar10.")
 
 
@@ -94,19 +94,16 @@ def rates(
         console = Console()
         for grid in [_side_by_side(found, first.name)] if others else _in_full(weights[0], found[weights[0]], first.name):
             console.print(grid)
-        words = {name: word for name, word in COLUMNS.items() if not others or name in ("complete", "coding")}
+        words = COLUMNS if not others else {"R_var": COMPARED} | {name: COLUMNS[name] for name in ("complete", "coding")}
         for line in [*shared.legend(words), UNITS if not others else UNITS.partition(":")[0] + ", means over images.", ""]:
             console.print(line, highlight=False, soft_wrap=True)
         convention = found[weights[0]]["input"].convention.rpartition(", ")[0]
         console.print(f"{convention}.", highlight=False, soft_wrap=True)
         if others:
-            console.print(
-                f"{COMPARED} Add --page FILE.html for curves before and after each operator.", highlight=False, soft_wrap=True
-            )
-        for where, mine in found.items():
+            console.print("Add --page FILE.html for curves before and after each operator.", highlight=False, soft_wrap=True)
+        for mine in found.values():
             if mine["input"].missing:
-                told = f"{where}: {mine['input'].missing}" if others else mine["input"].missing
-                console.print(told, highlight=False, markup=False, soft_wrap=True)
+                console.print(mine["input"].missing, highlight=False, markup=False, soft_wrap=True)
     if page:
         from dmst.analysis.rate_page import write_page
 

@@ -123,9 +123,9 @@ export class Painted {
   /* What the large map shows: its values and scale, its name, and what it means. */
   get large() {
     const { layer, head } = this;
-    const { look, rates, last } = this.shown;
-    if (state.map === "gradient") {
-      const { map = null, low, high } = (rates ?? last)?.gradient ?? {};
+    const { look, rates } = this.shown;
+    if (state.map === "gradient") { // comes with the rates; until then none is shown: the last one is of another answer
+      const { map = null, low, high } = rates?.gradient ?? {};
       const name = look.top[0].class;
       const means = `The gradient: how much each patch moves the score of ${name}, the answer. Yellow patches raise it, dark blue ones lower it.`;
       return { values: map, low, high, quantity: "gradient", title: `gradient for ${name}`, means: `${means} ${SCORED}`, ends: ["lowers", "raises"] };
