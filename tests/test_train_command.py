@@ -7,16 +7,16 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 
 from dmst import cli, create_model
-from dmst.data.loader import View
+from dmst.data.loader import TrainStream, View
 from dmst.engine import summary
 from dmst.engine.prepare import Sets, build_model, open_sets, settings_of, view_of
 from dmst.engine.recipe import Recipe, from_toml, list_recipes, read_recipe
@@ -194,7 +194,8 @@ def test_weights_of_another_network_are_refused(name: str, dmst: Command, data: 
 
 
 def block(model: VisionModel, sets: Sets, view: View, recipe: Recipe, processes: int = 1) -> str:
-    return summary.summary(model, sets, view, recipe, torch.device("cpu"), steps=352, done=0, processes=processes)
+    stream = TrainStream(sets.train, view, recipe.augment, batch_size=recipe.run.batch_size, seed=0)
+    return summary.summary(model, sets, stream, recipe, steps=352, done=0, processes=processes)
 
 
 def test_a_long_run_on_a_cpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +224,20 @@ def test_fine_tuning_recommends_a_larger_size_for_larger_photos(data: Path, tmp_
         assert ("--size 64" in told) is advised, told
         assert "the weights of dmst_cifar100, which ships with this package (78.93% right on cifar100 test" in told
     assert "from about 96 x 96: the shorter side is scaled to 32, the middle is kept" in told
+
+
+def test_the_expected_time_knows_that_large_photos_take_long_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "seconds_per_image", lambda model, view: 0.0)
+    folder = pictures(tmp_path / "large", each=4, size=96, tests=2)
+    recipe = read_recipe("finetune", settings_of(str(folder), None, None, None))
+    sets = open_sets(recipe)
+    model = build_model(recipe, sets.train.classes, sets.channels)
+    read = sets.train.read
+    monkeypatch.setattr(sets.train, "read", lambda index: (time.sleep(0.05), read(index))[1])
+    learned, checked = 352 * recipe.run.batch_size, len(sets.eval) * recipe.schedule.epochs
+    told = re.search(r"about (\d+) (second|minute)s:", block(model, sets, view_of(model), recipe))
+    assert told is not None
+    assert int(told[1]) * {"second": 1, "minute": 60}[told[2]] == pytest.approx(0.05 * (learned + checked), rel=0.3)
 
 
 def damage(data: Path, name: str = "train/across/000.png") -> None:

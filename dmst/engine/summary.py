@@ -3,7 +3,7 @@
 network      which one, how large             classes      how many, with their counts
 starts from  which weights, or random         split        what is learned from, what is held out
 images       their size, how they get there   device       where, in which precision
-time         measured on a copy of the network, on this machine
+time         on a CPU: measured on a few images, and on a copy of the network
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dmst import provenance
-from dmst.data.loader import View
+from dmst.data.loader import TrainStream, View
 from dmst.data.sets import ImageSet
 from dmst.engine.prepare import BEST_START, Sets
 from dmst.engine.recipe import Recipe
@@ -30,17 +30,19 @@ BY_SIZE = {32: "87.7 %", 64: "90.1 %"}  # results/finetune.md
 
 
 def summary(
-    model: VisionModel, sets: Sets, view: View, recipe: Recipe, device: torch.device, *, steps: int, done: int, processes: int
+    model: VisionModel, sets: Sets, stream: TrainStream, recipe: Recipe, *, steps: int, done: int, processes: int
 ) -> str:
     """The block; `done` of `steps` lie behind a run that goes on."""
+    began, few = time.perf_counter(), _few(sets)
+    per_read = (time.perf_counter() - began) / len(few)
     rows = {
         "network": f"{model.config.name} ({model.config.operator}), {sum(p.numel() for p in model.parameters()):,} parameters",
         "starts from": _start(recipe),
-        "images": _images(sets, view, recipe),
+        "images": _images(few, stream.view, recipe),
         "classes": _classes(sets.train),
         "split": _split(sets, recipe),
-        "device": _device(device, recipe, processes),
-        "time": _time(model, sets, view, recipe, device, steps, done, processes),
+        "device": _device(stream.device, recipe, processes),
+        "time": _time(model, sets, stream, recipe, steps, done, processes, per_read),
     }
     lines = []
     for name, text in rows.items():
@@ -60,10 +62,14 @@ def _start(recipe: Recipe) -> str:
     return f"the weights of {where}{known}\nThe classifier is new, unless the classes are the same"
 
 
-def _images(sets: Sets, view: View, recipe: Recipe) -> str:
+def _few(sets: Sets) -> list[tuple[int, ...]]:
+    """Height and width of a few images, read as a step reads them."""
     good = [i for i in range(len(sets.train)) if i not in sets.bad_train]
-    found = [sets.train.read(good[i]).shape[:2] for i in np.linspace(0, len(good) - 1, LOOKED_AT).astype(int)]
-    height, width = (int(np.median(side)) for side in zip(*found, strict=True))
+    return [sets.train.read(good[i]).shape[:2] for i in np.linspace(0, len(good) - 1, LOOKED_AT).astype(int)]
+
+
+def _images(few: list[tuple[int, ...]], view: View, recipe: Recipe) -> str:
+    height, width = (int(np.median(side)) for side in zip(*few, strict=True))
     how = "as they are"
     if {height, width} != {view.size}:
         scaled = math.floor(view.size / view.crop_pct)
@@ -100,19 +106,27 @@ def _device(device: torch.device, recipe: Recipe, processes: int) -> str:
 
 
 def _time(
-    model: VisionModel, sets: Sets, view: View, recipe: Recipe, device: torch.device, steps: int, done: int, processes: int
+    model: VisionModel, sets: Sets, stream: TrainStream, recipe: Recipe, steps: int, done: int, processes: int, per_read: float
 ) -> str:
     epochs, batch = recipe.schedule.epochs, recipe.run.batch_size
     told = f"{epochs} epoch{'s' * (epochs > 1)} of {steps // epochs:,} steps, {batch} images each"
-    # on a GPU the bar tells after some steps; of several processes one alone must not run a step: its batch norms would wait
-    if device.type != "cpu" or processes > 1:
-        return told
+    # what a GPU takes shows after some steps; of several processes one alone must not run a step: its batch norms would wait
+    if stream.device.type != "cpu" or processes > 1:
+        return f"{told}; how long that takes is told after the first steps"
+    learned = (steps - done) * batch
     checked = 0 if sets.eval is None else len(sets.eval) * (epochs // recipe.run.eval_every)
-    seconds = seconds_per_image(model, view) * ((steps - done) * batch + checked / 3)
+    seconds = seconds_per_image(model, stream.view) * (learned + checked / 3)
+    if stream.path == "workers":  # every image is read anew in every epoch
+        reading = per_read * (learned + checked)
+        seconds = max(seconds, reading / stream.workers) if stream.workers else seconds + reading
     told = f"about {in_words(seconds)}: {told}"
     if seconds < HOUR or done:  # a run that goes on keeps its recipe
         return told
-    shorter = [f"--epochs {epochs // 4}"] * (epochs > 3) + [f"--size {view.size // 2}"] * (view.size >= 64) + ["fewer images"]
+    shorter = (
+        [f"--epochs {epochs // 4}"] * (epochs > 3)
+        + [f"--size {stream.view.size // 2}"] * (stream.view.size >= 64)
+        + ["fewer images"]
+    )
     return f"{told}\nThat is long for a CPU. Shorter: {', or '.join(shorter)}; a GPU takes minutes."
 
 

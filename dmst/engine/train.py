@@ -259,9 +259,14 @@ class _Loop:
         self.keep_going = self.journal.keep_going = keep_going
         if type(self.watch) is not Quiet and self.step < self.steps:
             told = summary(
-                self.work.model, self.sets, self.stream.view, self.recipe, self.group.device, steps=self.steps, done=self.step,
+                self.work.model,
+                self.sets,
+                self.stream,
+                self.recipe,
+                steps=self.steps,
+                done=self.step,
                 processes=self.group.world,
-            )  # fmt: skip
+            )
             self.watch.say(told)
         for note in self.stream.notes:
             self.watch.say(note)
