@@ -352,12 +352,12 @@ def test_paths() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 18, "place": Place(0, 4)}, r"18: it must divide into 4 processes x 1 micro-steps; .*run.batch_size=16"),
+        ({"batch_size": 18, "place": Place(0, 4)}, r"18: it must divide into 4 processes x 1 micro-steps; .*--batch 16"),
         (
             {"batch_size": 20, "place": Place(0, 2, 2)},
-            r"micro-batch of 5 leaves one alone: .*run.batch_size=24.*mixup_mode=batch",
+            r"micro-batch of 5 leaves one alone: .*--batch 24.*mixup_mode=batch",
         ),
-        ({"batch_size": 48}, r"40 images are fewer than one batch of 48: try --set run.batch_size=40"),
+        ({"batch_size": 48}, r"40 images are fewer than one batch of 48: try --batch 40"),
         ({"augment": Augment(repeats=3)}, r"40 images, of which repeated .* 256, here 0, are fewer than one batch"),
         ({"augment": Augment(crop_padding=12)}, r"crop_padding is 12"),
         ({"place": Place(2, 2)}, r"rank must be from 0 to world - 1"),

@@ -73,7 +73,7 @@ def test_all_bad_files_in_one_error(tmp_path: Path, workers: int) -> None:
     assert told[0] == "birds train: 3 of 150 images cannot be used:"
     assert told[1] == f"  {tmp_path / 'set' / '003.png'}: it is empty"
     assert [line.split(":")[0].strip()[-7:] for line in told[1:4]] == ["003.png", "070.png", "149.png"]
-    assert "--on-bad-image skip" in told[4] and len(told) == 5
+    assert "--on-bad-image skip" not in told[4] and len(told) == 5
     assert len(ticks) == 3 and ticks[-1] == (150, 150) and sorted(ticks) == ticks
 
 

@@ -144,9 +144,7 @@ def test_a_folder_without_test_images_is_divided(dmst: Command, data: Path, tmp_
     """And the run can be asked about what it held out, without saying again what that is."""
     words = ["--data", data / "train", "--model", "dmst_cifar", "--out", tmp_path / "run"]
     assert dmst.train(*words) == 0, dmst.err
-    assert (
-        "48 images to learn from, 12 to check with (20 % held out)" in dmst.out and "of train, 20 % held out right" in dmst.out
-    )
+    assert "48 images to learn from, 12 to check with (20 % held out)" in dmst.out and "% on train, 20 % held out" in dmst.out
     assert "train, 20 % held out" in (tmp_path / "run/report.html").read_text()
     right = json.loads((tmp_path / "run/journal.jsonl").read_text().splitlines()[-1])["ema"]["right"]
     assert dmst("evaluate", tmp_path / "run", "--device", "cpu") == 0, dmst.err
@@ -175,6 +173,27 @@ def test_without_out_a_run_is_in_runs(dmst: Command, data: Path, tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     assert dmst.train("--data", data, "--model", "dmst_cifar", "--no-report", settings={"schedule.epochs": 1}) == 0, dmst.err
     assert (tmp_path / "runs/shapes/final/config.json").is_file()
+
+
+def test_classes_are_matched_by_name(dmst: Command, data: Path, tmp_path: Path) -> None:
+    """A folder with fewer classes, in another order, without test images: the same answers. Unknown names are refused."""
+    run = tmp_path / "run"
+    learns = {"schedule.epochs": 12, "optim.lr": 0.01, "augment.resized_crop": 0.0}
+    assert dmst.train("--data", data, "--model", "dmst_cifar", "--out", run, "--no-report", settings=learns) == 0, dmst.err
+    assert dmst("evaluate", run, "--device", "cpu", "--json") == 0, dmst.err
+    whole = json.loads(dmst.out)["by_class"]
+    shutil.copytree(data / "test/down", tmp_path / "some/down")
+    assert dmst("evaluate", run, "--data", tmp_path / "some", "--device", "cpu", "--json") == 0, dmst.err
+    some = json.loads(dmst.out)
+    assert some["by_class"]["down"] == whole["down"] and some["images"] == 5 and some["variant"] == "all images"
+    (tmp_path / "some/down").rename(tmp_path / "some/upside")
+    assert dmst("evaluate", run, "--data", tmp_path / "some", "--device", "cpu") == 1
+    assert "does not know: upside. It knows across, block, down." in dmst.err
+    assert dmst("analyze", "rates", run, "dmst_cifar10", "--data", data / "train", "--limit", 2, "--device", "cpu") == 0, (
+        dmst.err
+    )
+    assert "all images" in dmst.out
+    assert load_model(run).class_names == ("across", "block", "down")  # the run itself, as on the command line
 
 
 MISFITS = {
@@ -252,7 +271,11 @@ def test_a_bad_image(dmst: Command, data: Path, tmp_path: Path) -> None:
     words = ["--data", data, "--model", "dmst_cifar", "--out", tmp_path / "run", "--no-report"]
     for extra in ([], ["--on-bad-image", "fail"]):
         assert dmst.train(*words, *extra) == 1
-        assert "1 of 60 images cannot be used" in dmst.err and f"{data}/train/across/000.png: it cannot be decoded" in dmst.err
+        assert (
+            "--on-bad-image skip" in dmst.err
+            and "1 of 60 images cannot be used" in dmst.err
+            and f"{data}/train/across/000.png: it cannot be decoded" in dmst.err
+        )
         assert not (tmp_path / "run/final").exists() and not dmst.out
     assert dmst.train(*words, "--on-bad-image=skip") == 0, dmst.err
     assert "59 images to learn from" in dmst.out
@@ -274,6 +297,8 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(
     found = json.loads(dmst.out)
     assert (found["images"], found["right"]) == (14, told["right"]) and found["loss"] == pytest.approx(told["loss"], abs=1e-5)
     assert dmst("evaluate", run, "--split", "train", "--device", "cpu") == 1 and "--split train needs --data" in dmst.err
+    shutil.copy(data / "test/down/001.png", data / "test/down/0000.png")
+    assert dmst("evaluate", run, "--device", "cpu") == 1 and "has changed since the run" in dmst.err
     data.rename(tmp_path / "elsewhere")
     assert dmst("evaluate", run, "--device", "cpu") == 1 and "or give --data" in dmst.err
 
@@ -287,7 +312,7 @@ def test_all_bad_images_are_listed_at_once(dmst: Command, data: Path, tmp_path: 
     for path in (data / "train").rglob("*.png"):
         damage(path.parent, path.name)
     assert dmst.train("--data", data / "train", "--model", "dmst_cifar", "--out", tmp_path / "held") == 1
-    assert dmst.err.count("it cannot be decoded") == 60
+    assert dmst.err.count("it cannot be decoded") == 60 and "--on-bad-image skip" not in dmst.err  # that would not help
 
 
 def empty_a_class(data: Path) -> None:
@@ -338,6 +363,12 @@ WRONG: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     ),
     "no weights": (nothing, [*FOLDER, "--init-from", "{data}"], "{data}/config.json cannot be read"),
     "nothing at all": (nothing, ["--out", "{out}"], "dmst train needs a recipe"),
+    "a folder for a recipe": (nothing, ["{data}", "--out", "{out}"], "is a folder, not a recipe: dmst train --data {data}"),
+    "a run among the images": (
+        nothing,
+        ["--data", "{data}/train", "--out", "{data}/train/out"],
+        "among the images of {data}/train: give another folder",
+    ),
     "an unknown recipe": (nothing, ["digit", "--out", "{out}"], "unknown recipe 'digit'. Did you mean 'digits'?"),
     "no such file": (nothing, ["{data}/mine.toml", "--out", "{out}"], "{data}/mine.toml"),
     "an unknown key": (nothing, ["digits", "--out", "{out}", "--set", "optim.lrr=1"], "Did you mean 'lr'?"),

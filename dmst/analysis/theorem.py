@@ -65,9 +65,9 @@ class LayerTheorem:
         mean = {name: numbers.mean for name, numbers in self.quantities.items()}
         verdict = "true" if mean["gain"] > 0 else "false"
         return (
-            f"Layer {self.layer}: the claim is {verdict} on average ({mean['gain']:+#.2g} nats). It holds on {self.holds:.0%} "
-            f"of the images. Parts of the gain: membership {mean['membership']:+#.2g}, mass {mean['mass']:+#.2g}, gate "
-            f"{mean['gate']:+#.2g}. The membership part is above 0 on {self.above['membership']:.0%} of the images."
+            f"Layer {self.layer}: the claim is {verdict} on average ({mean['gain']:+.2g} nats). It holds on {self.holds:.0%} "
+            f"of the images. Parts of the gain: membership {mean['membership']:+.2g}, mass {mean['mass']:+.2g}, gate "
+            f"{mean['gate']:+.2g}. The membership part is above 0 on {self.above['membership']:.0%} of the images."
         )
 
 

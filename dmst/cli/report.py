@@ -15,7 +15,7 @@ def report(
     data: str = typer.Option(
         None, help="A dataset or a folder. Default: the images a run was evaluated on, else photos that ship with dmst."
     ),
-    split: str = typer.Option("test", help="Which split of the dataset: test or train."),
+    split: str = typer.Option("", help="test or train; if not given test, or all images where there are no test images."),
     data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="The folder of the datasets."),
     limit: int = typer.Option(1000, min=1, help="Use at most this many images, always the same ones."),
     device: str = typer.Option(None, help="cpu, cuda or cuda:N. Default: a GPU if there is one."),

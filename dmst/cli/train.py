@@ -95,6 +95,9 @@ def train(
     sugar += [f"{key}={value}" for key, value in given.items() if value is not None]
     sugar += [f"data.on_bad_image={on_bad_image}"] if on_bad_image else []
     out = out or f"runs/{Path(recipe or data or '').resolve().name.removesuffix('.toml')}"
+    flat = data and Path(data).is_dir() and not (Path(data) / "train").is_dir()  # its folders are classes
+    if flat and Path(out).resolve().is_relative_to(Path(data).resolve()):
+        raise OptionError(f"the run would be written to {out}, among the images of {data}: give another folder, --out DIR.")
     listeners = [journal.tensorboard(Path(out) / "tensorboard")] if tensorboard and _is_main() else []
     plan = read_recipe(name, [*sugar, *changes])
     probes: dict[str, Probe] = {"layers": layers}
@@ -197,6 +200,8 @@ def _recipe_of(
     from dmst.engine.prepare import settings_of
     from dmst.errors import OptionError
 
+    if recipe is not None and Path(recipe).is_dir():
+        raise OptionError(f"{recipe} is a folder, not a recipe: dmst train --data {recipe}")
     if recipe is None:
         if data is None:
             raise OptionError("dmst train needs a recipe (`dmst recipes` lists them), or --data with a folder of images.")

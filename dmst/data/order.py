@@ -39,16 +39,16 @@ def micro_batch(images: int, batch_size: int, place: Place, repeats: int, pairs:
     if batch_size < 1 or batch_size % parts:
         raise OptionError(
             f"batch_size is {batch_size}: it must divide into {place.world} processes x {place.micro_steps} micro-steps; "
-            f"try --set run.batch_size={max(1, round(batch_size / parts)) * parts}."
+            f"try --batch {max(1, round(batch_size / parts)) * parts}."
         )
     length = epoch_length(images, repeats)
     if length < batch_size:
         rounded = f", of which repeated augmentation shows whole multiples of {ROUND}, here {length:,}," if repeats > 1 else ""
-        least = f"--set run.batch_size={length // parts * parts}" if length >= parts else "more images"
+        least = f"--batch {length // parts * parts}" if length >= parts else "more images"
         raise OptionError(f"{images:,} images{rounded} are fewer than one batch of {batch_size:,}: try {least}.")
     if pairs and batch_size // parts % 2:
         raise OptionError(
             f"mixup and cutmix mix neighbours, and a micro-batch of {batch_size // parts} leaves one alone: it must be even; "
-            f"try --set run.batch_size={batch_size + parts}, or --set augment.mixup_mode=batch."
+            f"try --batch {batch_size + parts}, or --set augment.mixup_mode=batch."
         )
     return batch_size // parts

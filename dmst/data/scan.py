@@ -53,9 +53,9 @@ def scan_all(
         bad = _known(cache, image_set)
         if bad is None or (bad and on_bad == "fail"):  # a file may have been mended without a change of its size
             bad = _look(image_set, workers, tick or (lambda done, total: None))
-        allowed = 0 if on_bad == "fail" else min(max(1, len(image_set) // SHARE), len(image_set) - 1)
-        if len(bad) > allowed:
-            refused.append(_refusal(image_set, bad, on_bad, allowed))
+        most = min(max(1, len(image_set) // SHARE), len(image_set) - 1)
+        if len(bad) > (most if on_bad == "skip" else 0):
+            refused.append(_refusal(image_set, bad, on_bad, most))
             continue
         found[name] = frozenset(bad)
         if cache is not None:
@@ -177,11 +177,11 @@ def _stall(image_set: ImageSet, at: list[int]) -> BadImageError:
 # --- what is told and kept --------------------------------------------------------------------------------------------
 
 
-def _refusal(image_set: ImageSet, bad: Bad, on_bad: str, allowed: int) -> BadImageError:
+def _refusal(image_set: ImageSet, bad: Bad, on_bad: str, most: int) -> BadImageError:
     rows = [f"  {image_set.where(index)}: {reason}" for index, reason in list(bad.items())[:LISTED]]
     more = [f"  and {len(bad) - LISTED:,} more"] if len(bad) > LISTED else []
-    rule = "" if on_bad == "fail" else f"; {allowed:,} may be left out"
-    skip = ", or leave them out: --on-bad-image skip (data.on_bad_image in a recipe)" if on_bad == "fail" else ""
+    rule = "" if on_bad == "fail" else f"; {most:,} may be left out"
+    skip = ", or leave them out: --on-bad-image skip (data.on_bad_image in a recipe)" if len(bad) <= most else ""
     told = f"{len(bad):,} of {len(image_set):,} images cannot be used{rule}:"
     return BadImageError(str(image_set), "\n".join([told, *rows, *more, f"Replace or remove them{skip}."]))
 

@@ -186,6 +186,22 @@ def subset(
     return _Subset(image_set, chosen.astype(np.int64), variant, split)
 
 
+def with_classes(image_set: ImageSet, classes: Sequence[str]) -> ImageSet:
+    """The same images, their classes numbered as in `classes`, which must name all of them."""
+    if tuple(classes) == image_set.classes:
+        return image_set
+    unknown = [name for name in image_set.classes if name not in classes]
+    if unknown:
+        raise OptionError(
+            f"{image_set} has classes that the network does not know: {', '.join(unknown[:5])}. It knows "
+            f"{', '.join(classes[:12])}{' and others' * (len(classes) > 12)}."
+        )
+    found = subset(image_set, np.arange(len(image_set)))
+    places = np.array([list(classes).index(name) for name in image_set.classes])
+    found.classes, found.labels = tuple(classes), places[found.labels]
+    return found
+
+
 def split_off(image_set: ImageSet, share: float, seed: int = 0) -> tuple[ImageSet, ImageSet]:
     """(rest, held out): of every class the share of images whose index has the lowest hash, both in the order of the set.
 

@@ -54,7 +54,7 @@ def photos_in(words: Sequence[str]) -> list[Path]:
         if path.is_dir():
             inside = sorted(each for each in path.iterdir() if each.suffix.lower() in SUFFIXES and each.is_file())
             if not inside:
-                raise OptionError(f"{path} has no images ({', '.join(SUFFIXES)}): give another folder, or the image files.")
+                raise OptionError(f"{path} has no images ({', '.join(SUFFIXES)}; folders in it are not searched): give others.")
             found += inside
         elif path.exists():
             found.append(path)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst.data import catalog
 from dmst.data.loader import EvalStream, Place
-from dmst.data.sets import ImageSet
+from dmst.data.sets import ImageSet, with_classes
 from dmst.engine import prepare
 from dmst.engine.distributed import Group, joined
 from dmst.errors import NonFiniteError, OptionError
@@ -100,11 +99,13 @@ def evaluate_weights(
         raise OptionError(f"--split {split} needs --data: without it a run is evaluated on the images that it held out.")
     found = None if data else prepare.evaluated_by(weights, data_dir)
     if data:
-        image_set = catalog.open_set(data, split or "test", data_dir=data_dir)
+        image_set = prepare.images_of(data, split, data_dir)
     elif found:
         image_set, crop_pct = found.images, crop_pct or found.crop_pct
     else:
         raise OptionError(f"{weights} is no run with images for evaluation: give them, --data DATASET or --data FOLDER.")
+    if model.class_names:
+        image_set = with_classes(image_set, model.class_names)
     if len(image_set.classes) != model.num_classes:
         raise OptionError(
             f"{weights} tells {model.num_classes} classes apart, and {image_set.name} has {len(image_set.classes)}: fine-tune "

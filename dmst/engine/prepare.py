@@ -16,6 +16,7 @@ from dmst.data import catalog, chance
 from dmst.data.loader import View
 from dmst.data.scan import known_bad, scan_all
 from dmst.data.sets import ImageSet, split_off, subset
+from dmst.engine import journal
 from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
 from dmst.models import ModelConfig, VisionModel, list_models, load_model, model_config, shipped
@@ -87,6 +88,17 @@ def open_sets(
     return Sets(train, held, bad["train"], bad.get("eval", frozenset()))
 
 
+def images_of(data: str, split: str = "", data_dir: str | Path | None = None) -> ImageSet:
+    """A split of a dataset or folder; if none is named its test images, or all images where there are no test images."""
+    try:
+        return catalog.open_set(data, split or "test", data_dir=data_dir)
+    except MissingSplitError:
+        if split:
+            raise
+    every = catalog.open_set(data, "train", data_dir=data_dir)
+    return subset(every, np.arange(len(every)), variant="all images", split="")
+
+
 class Evaluated(NamedTuple):
     """What a run was evaluated on."""
 
@@ -108,6 +120,14 @@ def evaluated_by(run: str | Path | None, data_dir: str | Path | None = None) -> 
         ) from error
     if images is None:
         return None
+    written = path.with_name(journal.NAME)
+    events = journal.read(written) if written.is_file() else iter(())
+    began = next((event for event in events if event["event"] == "start"), {})
+    if began.get("eval_fingerprint", images.fingerprint) != images.fingerprint:
+        raise BadFileError(
+            f"{recipe.data.name} has changed since the run {run} began: some of the images evaluated now may have "
+            "been learned from. Bring the images back, or name others: --data FOLDER."
+        )
     bad = known_bad(path.with_name("scan-eval.json"), images)
     if bad:
         images = subset(images, [i for i in range(len(images)) if i not in bad])

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmst.data import catalog, chance
+from dmst.data import chance
 from dmst.data.loader import EvalStream
 from dmst.data.sets import ImageSet, subset
 from dmst.engine import prepare
@@ -59,7 +59,7 @@ def sample(
     data: str | None = None,
     *,
     run: str | Path | None = None,
-    split: str = "test",
+    split: str = "",
     data_dir: str | Path | None = None,
     photos: Sequence[str | Path] = (),
     limit: int = 1000,
@@ -82,7 +82,7 @@ def sample(
             words = f"the photographs that ship ({', '.join(names)})"
             return _photos(model, [photo(name) for name in names], words, batch_size, device)
         data = "digits"
-    image_set: ImageSet = catalog.open_set(data or "", split, data_dir=data_dir) if held is None else held
+    image_set: ImageSet = prepare.images_of(data or "", split, data_dir) if held is None else held
     name = f"{image_set}: "
     if limit < len(image_set):
         places = chance.permutation("sample", 0, 0, len(image_set))[:limit]

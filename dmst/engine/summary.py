@@ -58,7 +58,7 @@ def _start(recipe: Recipe) -> str:
     known = ""
     if where in shipped.SHIPPED:
         found = shipped.measurement(where)
-        known = f", which ships with this package ({found.top1:.2%} right on {found.data})"
+        known = f", which ships with this package ({found.top1:.2%} right on {found.data.partition(' (')[0]})"
     return f"the weights of {where}{known}\nThe classifier is new, unless the classes are the same"
 
 
@@ -97,7 +97,9 @@ def _split(sets: Sets, recipe: Recipe) -> str:
         return f"{learned}, none to check with"
     count = len(sets.eval) - len(sets.bad_eval)
     how = f"{100 * recipe.data.holdout:.3g} % held out" if recipe.data.holdout else f"the {recipe.data.eval} images"
-    return f"{learned}, {count:,} to check with ({how})"
+    unchecked = [name for k, name in enumerate(sets.eval.classes) if k not in sets.eval.labels]
+    more = f"\nToo few images to check these classes: {', '.join(unchecked[:SHOWN])}" if unchecked else ""
+    return f"{learned}, {count:,} to check with ({how}){more}"
 
 
 def _device(device: torch.device, recipe: Recipe, processes: int) -> str:

@@ -242,6 +242,7 @@ class _Loop:
             "train_images": len(sets.train) - len(sets.bad_train),
             "eval_images": 0 if sets.eval is None else len(sets.eval) - len(sets.bad_eval),
             "evaluated": self.recipe.data.evaluated,
+            "eval_fingerprint": "" if sets.eval is None else sets.eval.fingerprint,
             "bad_images": sets.bad_images,
             "path": self.stream.path,
             "notes": list(self.stream.notes),
@@ -347,7 +348,7 @@ class _Loop:
                 for name, probe in self.probes.items():
                     values[name] = probe(self._judged()[self._chosen()].eval(), images)
             of = " (running mean of the weights)" if self._chosen() == "ema" else ""
-            self.watch.say(f"epoch {epoch}: loss {values['train_loss']:.4f}, {chosen.top1:.2%} of {self.sets.eval} right{of}")
+            self.watch.say(f"epoch {epoch}: loss {values['train_loss']:.4f}, top-1 {chosen.top1:.2%} on {self.sets.eval}{of}")
         self.journal.write("evaluation", self.step, **values)
         if self.judge is not None and self.step < self.steps:
             verdict = ""

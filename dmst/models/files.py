@@ -163,7 +163,8 @@ def _found(folder: Path) -> Path:
     if kept and not folder.exists():
         warnings.warn(f"a save to {folder} was interrupted: loading the model that was there before, {kept[-1]}.", stacklevel=3)
         return kept[-1]
-    return folder
+    inside = folder / "final"  # of a finished run
+    return inside if inside.is_dir() and not (folder / CONFIG).exists() else folder
 
 
 def _read(path: Path, most: int | None) -> bytes:

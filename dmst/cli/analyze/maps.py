@@ -21,7 +21,7 @@ def maps(
     weights: str = typer.Option("dmst_cifar10", help="A shipped network, a saved model, or a finished run."),
     out: str = typer.Option(..., metavar="DIR", help="The folder for the pictures, one per image."),
     data: str = typer.Option(None, help="A dataset (`dmst data list`) or a folder. Default: photos that ship with dmst."),
-    split: str = typer.Option("test", help="Which split of the dataset: test or train."),
+    split: str = typer.Option("", help="test or train; if not given test, or all images where there are no test images."),
     layer: str = typer.Option("all", metavar="N|all", help="One layer, from 0 (-1 is the last), or all."),
     limit: int = typer.Option(8, min=1, help="Use at most this many images of a dataset, always the same ones."),
     unverified: bool = typer.Option(False, help="Accept weights without hashes, such as those of timm."),

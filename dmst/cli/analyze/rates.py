@@ -99,7 +99,7 @@ def rates(
             console.print(line, highlight=False, soft_wrap=True)
         convention = found[weights[0]]["input"].convention.rpartition(", ")[0]
         console.print(f"{convention}.", highlight=False, soft_wrap=True)
-        if others:
+        if others and not page:
             console.print("Add --page FILE.html for curves before and after each operator.", highlight=False, soft_wrap=True)
         for mine in found.values():
             if mine["input"].missing:

@@ -37,7 +37,7 @@ AREA = "under the curve: probability of the predicted class by share of patches"
 def scored(
     weights: str = typer.Argument("dmst_cifar10", help="A shipped network, a saved model, or a finished run."),
     data: str = typer.Option(None, help="A dataset (`dmst data list`) or a folder. Default: photos that ship with dmst."),
-    split: str = typer.Option("test", help="Which split of the dataset: test or train."),
+    split: str = typer.Option("", help="test or train; if not given test, or all images where there are no test images."),
     layer: int = typer.Option(-1, help="The layer whose map ranks the patches, from 0; -1 is the last."),
     test: list[str] = typer.Option(  # noqa: B008 (typer reads it)
         ["insertion", "deletion", "road"], "--test", help="insertion, deletion or road. Repeatable."

@@ -28,7 +28,7 @@ DATA = typer.Option(
     help="A dataset or a folder. Default: the images a run was evaluated on, else photos that ship with dmst.",
 )
 DATA_DIR = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="The folder of the datasets.")
-SPLIT = typer.Option("test", help="Which split of the dataset: test or train.")
+SPLIT = typer.Option("", help="test or train; if not given test, or all images where there are no test images.")
 LIMIT = typer.Option(1000, min=1, help="Use at most this many images, always the same ones.")
 EPS = typer.Option(None, help="Precision of the rate, c = d/eps². Default: c = 1, the rate that the layers themselves lower.")
 ORTHONORMAL = typer.Option(False, "--orthonormal", help="Use an orthonormal basis (QR) of each head's subspace, without bias.")
