@@ -154,12 +154,6 @@ def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> Vi
     return model
 
 
-def weights_in(folder: str | Path) -> Path:
-    """The saved model itself, or the one in `final/` of a run."""
-    inside = Path(folder) / "final"
-    return inside if inside.is_dir() else Path(folder)
-
-
 def read_weights(where: str | Path, *, unverified: bool = False) -> VisionModel:
     """A saved model, or by its name one that ships, as it is used: in float32, whatever it was saved in."""
     if str(where) in shipped.SHIPPED and not Path(where).is_dir():
@@ -167,7 +161,7 @@ def read_weights(where: str | Path, *, unverified: bool = False) -> VisionModel:
     if not Path(where).exists():
         have = ", ".join(shipped.SHIPPED)
         raise BadFileError(f"{where} is not there: name a saved model, a finished run, or weights that ship ({have}).")
-    model = load_model(weights_in(where), unverified=unverified).float()
+    model = load_model(where, unverified=unverified).float()
     retract(model)
     return model
 

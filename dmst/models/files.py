@@ -77,7 +77,7 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
 def load_model(
     folder: str | Path, *, num_classes: int | None = None, unverified: bool = False, device: Any = None
 ) -> VisionModel:
-    """The model saved in `folder`, in evaluation mode.
+    """The model saved in `folder`, or in final/ of a finished run, in evaluation mode.
 
     `num_classes` asks for a count: another one is refused, `model.reset_classifier` changes it afterwards. `unverified` admits
     a folder of the same form without hashes, such as timm's `save_for_hf(..., safe_serialization=True)` writes.
