@@ -1,14 +1,17 @@
 """Whole or not at all: what is written appears complete in its place; what was damaged since then is refused when it is read.
 
-    write_text, write_bytes(path, data)    temporary file beside it, then one rename
+    write_text, write_bytes(path, data)    temporary file beside it, synced, then one rename
     write_folder(folder, {name: bytes})    temporary folder beside it, every file synced; an old folder steps aside, the new one
                                            takes its place, the old one is removed
+    append(path, data)                     to the end of a file of ours
     set_aside(folder)                      old folders that stepped aside: all that a kill between two renames can leave
     sealed(told)                           JSON whose last entry, self_sha256, covers the rest; check_seal is its reader
     read(path, size)                       the bytes of a plain file: no pipe is waited for, no device read, no pickle
     refuse_pickle(path, raw)               by the first bytes, whatever the name
 
-A failure to write raises SaveError, names what is needed and free, and leaves everything as it was.
+A failure to write raises SaveError, names what is needed and free, and leaves everything as it was. Nothing is written through
+a link, or to a file that has a second name: such a file may be somebody else's. Temporary names cannot be guessed, and are
+made, never opened. Modes are those of the umask.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ import glob
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -43,17 +46,35 @@ def write_text(path: Path, text: str) -> Path:
 
 def write_bytes(path: Path, data: bytes) -> Path:
     """Write a file; returns its path."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    staging = unguessed(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        staging.write_bytes(data)
+        _write(staging, data)
         staging.replace(path)
     except OSError as error:
         raise failed(path, error, len(data)) from error
     finally:
         with suppress(OSError):
             staging.unlink(missing_ok=True)
+    with suppress(OSError):  # the new file is in place
+        sync(path.parent)
     return path
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add to the end of a file, which is made if there is none. OSError if it is a link; a second name of it stays as it is."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link, and links are not followed")
+    if path.exists() and path.stat().st_nlink > 1:  # `cp -al` made a copy
+        write_bytes(path, path.read_bytes() + data)
+        return
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def unguessed(path: Path) -> Path:
+    """A name beside `path` that nobody can have prepared."""
+    return path.with_name(f".{path.name[:60]}.{secrets.token_hex(8)}")
 
 
 def write_folder(
@@ -122,15 +143,11 @@ def _put(folder: Path, files: Mapping[str, Pieces], needed: int, staging: Path |
         folder.parent.mkdir(parents=True, exist_ok=True)
     if shutil.disk_usage(folder.parent).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if staging is None:  # beside it: a rename stays on one disk
-        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    else:
-        remove(staging)
-        staging.mkdir()
+    staging = staging or unguessed(folder)  # beside it: a rename stays on one disk
+    staging.mkdir()
     try:
         for name, data in files.items():
             _write(staging / name, data)
-        staging.chmod(0o755)
         sync(staging)
         if os.path.lexists(folder):
             _swap(folder, staging, aside)
@@ -144,7 +161,8 @@ def _swap(folder: Path, staging: Path, aside: Path | None) -> None:
     """Two renames; what fails is taken back."""
     room = None
     if aside is None:
-        room = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+        room = folder.with_name(f".{folder.name}.old.{secrets.token_hex(8)}")
+        room.mkdir()
         aside = room / folder.name
     else:
         remove(aside)
@@ -162,7 +180,7 @@ def _swap(folder: Path, staging: Path, aside: Path | None) -> None:
 
 
 def _write(path: Path, data: Pieces) -> None:
-    with path.open("wb") as file:
+    with path.open("xb") as file:  # made by us, or refused
         for piece in [data] if isinstance(data, bytes) else data:
             file.write(piece)
         file.flush()

@@ -665,10 +665,10 @@ def fail(monkeypatch: pytest.MonkeyPatch, when: str, name: str, error: OSError) 
     real_open, real_mkdir, real_rename = pathlib.Path.open, pathlib.Path.mkdir, pathlib.Path.rename
 
     def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
-        if when == "open" and "w" in mode and path.name == name:
+        if when == "open" and "x" in mode and path.name == name:
             raise error
         file = real_open(path, mode, *args, **options)
-        return Failing(file, error) if when == "write" and "w" in mode and path.name == name else file
+        return Failing(file, error) if when == "write" and "x" in mode and path.name == name else file
 
     def fsync(handle: int) -> None:
         if when == "fsync" and Path(os.readlink(f"/proc/self/fd/{handle}")).name.startswith(name):

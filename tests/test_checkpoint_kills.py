@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import pathlib
+import re
 import resource
 import shutil
 import signal
@@ -111,14 +112,14 @@ class Events:
 
         def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
             file = real_open(path, mode, *args, **options)
-            return Halves(file, path, self) if "w" in mode else file
+            return Halves(file, path, self) if "x" in mode else file
 
         os.fsync, pathlib.Path.open = fsync, opened  # type: ignore[assignment]
         sys.addaudithook(lambda name, args: self.happens(name, *args[: 1 + (name == "os.rename")]) if name in NAMES else None)
 
     def happens(self, what: str, *paths: Any) -> None:
         shown = [f"{Path(str(path)).parent.name}/{Path(str(path)).name}" for path in paths]
-        self.seen.append(" ".join([what, *shown]).replace(f".tmp-{os.getpid()}-", ".tmp-pid-"))
+        self.seen.append(re.sub(r"\.tmp-\w+-", ".tmp-~-", " ".join([what, *shown])))
         if len(self.seen) == self.last:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -265,7 +266,7 @@ def test_a_kill_at_any_event_leaves_a_whole_checkpoint_and_nothing_else(tmp_path
 def test_the_events_are_all_there_and_in_an_order_that_a_power_cut_respects(tmp_path: Path) -> None:
     """Every file synced before the manifest is begun, the folder before its rename, the rename before anything is removed."""
     (events,) = lines("events_in_order", tmp_path)
-    new, place = ".tmp-pid-9", "checkpoints/step_00000009"
+    new, place = ".tmp-~-9", "checkpoints/step_00000009"
     at = {event: i for i, event in reversed(list(enumerate(events)))}
     for name in FILES:
         assert at[f"half of {new}/{name}"] < at[f"all of {new}/{name}"] < at[f"synced {new}/{name}"]

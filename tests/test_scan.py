@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ class Counting(ImageSet):
         self.reads += 1
         return self.base.read(index)
 
+    def source(self, index: int) -> bytes | Path:
+        return self.base.source(index)
+
+    def files(self) -> Sequence[Path]:
+        return self.base.files()
+
     def where(self, index: int) -> str:
         return self.base.where(index) if hasattr(self, "base") else ""
 
@@ -79,7 +86,7 @@ def test_all_bad_files_in_one_error(tmp_path: Path, workers: int) -> None:
 
 def test_the_list_is_in_order_whoever_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = folder_of(tmp_path / "set", 130)
-    answers = [(64, {70: "second"}), (64, {3: "first"}), (2, {})]
+    answers = [(range(64, 128), {70: "second"}, b""), (range(64), {3: "first"}, b""), (range(128, 130), {}, b"")]
     monkeypatch.setattr(scanning, "_side_by_side", lambda *_: iter(answers))
     with pytest.raises(BadImageError, match=r"003\.png: first\n.*070\.png: second"):
         scan(images, workers=2)
@@ -122,10 +129,13 @@ def test_a_resume_does_not_look_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert scan(images, on_bad="skip", cache=cache) == {5} and scan(other, cache=cache) == frozenset()
     assert (images.reads, other.reads) == (20, 7)
     assert [row["set"] for row in json.loads(cache.read_text()).values()] == ["birds train", "birds train"]
-    with pytest.raises(BadImageError, match="it is empty"):  # what was left out is looked at again where nothing may be
+    with pytest.raises(BadImageError, match="it is empty"):  # what may be left out may not be used
         scan(images, cache=cache)
-    assert images.reads == 40
+    assert images.reads == 20
     monkeypatch.setattr("PIL.__version__", "99.0")  # which may judge otherwise
+    assert scan(images, on_bad="skip", cache=cache) == {5} and images.reads == 40
+    path = images.source(3)
+    os.utime(path, (1e9, 1e9))  # something was done to it
     assert scan(images, on_bad="skip", cache=cache) == {5} and images.reads == 60
 
 

@@ -266,13 +266,6 @@ def test_other_images_are_refused(tmp_path: Path) -> None:
         go(recipe, tmp_path / "run", allow_config_change=True)
 
 
-def test_other_versions_are_told(reference: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = engine.versions()
-    monkeypatch.setattr(engine, "versions", lambda: now | {"torch": "9.9"})
-    with pytest.warns(UserWarning, match=rf"versions have changed \(torch {now['torch']} -> 9\.9\)".replace("+", r"\+")):
-        go(tiny(*EVERY_STEP), reference.folder)
-
-
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     class Second(Quiet):
         def step(self, done: int, steps: int, values: dict[str, Any]) -> None:

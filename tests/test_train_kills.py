@@ -80,7 +80,7 @@ def at_half(name: str, part: str, count: int = 1) -> None:
 
     def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
         file = real(path, mode, *args, **options)
-        return Half(file) if path.name == name and part in str(path) and mode[0] in "aw" else file
+        return Half(file) if path.name == name and part in str(path) and mode[0] in "ax" else file
 
     pathlib.Path.open = opened  # type: ignore[assignment]
 
@@ -101,7 +101,9 @@ def at_call(owner: Any, name: str, count: int, act: Callable[[], Any] = die) -> 
 KINDS: dict[str, Callable[[], None]] = {
     "in a file of a checkpoint": lambda: at_half("optim.safetensors", "-6/", 5),
     "before its rename": lambda: at_audit("os.rename", ".tmp-", "step_00000006"),
-    "after its rename": lambda: at_call(whole, "sync", 6),  # for each step: the folder, what holds it, that again to prune
+    "after its rename": lambda: at_call(
+        whole, "sync", 9
+    ),  # of the run, three of its files; then by step: folder, its parent, that again
     "while the oldest is removed": lambda: at_audit("os.remove", "model.safetensors"),
     "before the last one is removed": lambda: at_audit("os.rename", "dead.step_00000006"),  # no other save follows
     "in a step, between two optimizers": lambda: at_call(Muon, "step", 8),
@@ -296,7 +298,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, number: int, *parts: str) -> None:
     real = pathlib.Path.open
 
     def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
-        if mode[0] in "aw" and all(part in str(path) for part in parts):
+        if mode[0] in "ax" and all(part in str(path) for part in parts):
             raise OSError(number, os.strerror(number), str(path))
         return real(path, mode, *args, **options)
 
@@ -345,7 +347,7 @@ def test_a_run_may_go_on_without_room(data: Path, tmp_path: Path, monkeypatch: p
     real = pathlib.Path.open
 
     def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
-        if full[0] and mode[0] in "aw":
+        if full[0] and mode[0] in "ax":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return real(path, mode, *args, **options)
 

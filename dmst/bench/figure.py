@@ -8,13 +8,12 @@ equal bytes: no date, no random identifiers; text stays text.
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dmst.bench.record import Row
-from dmst.errors import OptionError, SaveError, need
-from dmst.whole import write_text
+from dmst.errors import OptionError, need
+from dmst.whole import write_bytes, write_text
 
 
 class Style(NamedTuple):
@@ -87,7 +86,7 @@ def save(figure: Any, stem: Path) -> list[Path]:
     figure.savefig(png, format="png", dpi=110, metadata={"Software": None})
     named = [stem.with_name(stem.name + ending) for ending in (".svg", ".png")]
     write_text(named[0], svg.getvalue().decode())
-    _write_bytes(named[1], png.getvalue())
+    write_bytes(named[1], png.getvalue())
     return named
 
 
@@ -128,13 +127,3 @@ def _caption(rows: list[Row], device: str) -> str:
     timed = "times by CUDA-graph replay" if any(row["mode"] == "graph" for row in rows) else "times of plain calls"
     parts = ("one layer", f"width {row['dim']}", row["dtype"], timed, "each row's figure divided by its batch", device)
     return ", ".join(part for part in (*parts, f"torch {torch}" if torch else "") if part)
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        staging.write_bytes(data)
-        staging.replace(path)
-    except OSError as error:
-        staging.unlink(missing_ok=True)
-        raise SaveError(f"{path} could not be written ({error.strerror or error}).") from error

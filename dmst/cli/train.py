@@ -86,7 +86,7 @@ def train(
     from dmst.engine import journal
     from dmst.engine.console import watcher
     from dmst.engine.recipe import read_recipe
-    from dmst.engine.train import Probe
+    from dmst.engine.train import Probe, Result
     from dmst.engine.train import train as run
     from dmst.errors import OptionError
 
@@ -105,18 +105,19 @@ def train(
         if not (plan.data.eval or plan.data.holdout):
             raise OptionError("--certify asks at evaluations, and this recipe has none: set data.eval or data.holdout.")
         probes["certificate"] = descent
-    result = run(
-        plan, out, data_dir=data_dir, device=device, workers=workers, watch=watcher(quiet), probes=probes,
-        judge=ascending if stop_ascending else None, listeners=listeners, allow_config_change=allow_config_change,
-        keep_going_on_full_disk=keep_going_on_full_disk, timeout=timeout,
-    )  # fmt: skip
-    if not no_report and result.journal:
+
+    def report(result: Result) -> None:
         from dmst.analysis.run_report import write_run_report
 
-        recipe_text = (result.folder / "recipe.toml").read_text(encoding="utf-8")
-        page = write_run_report(result.folder / "report.html", result.journal, recipe_text, result.model, result.sample)
+        page = write_run_report(result.folder / "report.html", result.journal, plan.to_toml(), result.model, result.sample)
         if not quiet:
             Console().print(f"The report is {page}", soft_wrap=True, markup=False, highlight=False)
+
+    run(
+        plan, out, data_dir=data_dir, device=device, workers=workers, watch=watcher(quiet), probes=probes,
+        judge=ascending if stop_ascending else None, listeners=listeners, report=None if no_report else report,
+        allow_config_change=allow_config_change, keep_going_on_full_disk=keep_going_on_full_disk, timeout=timeout,
+    )  # fmt: skip
 
 
 def evaluate(

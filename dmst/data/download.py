@@ -89,7 +89,9 @@ def _stretch(opener: Any, url: str, part: Path, size: int, tick: Callable[[int],
     with answer:
         start = _start(answer, url, have, size)
         with saving(part, size - start):
-            out = part.open("ab" if start else "wb", buffering=0)
+            if not start:  # whatever is there is not written through
+                part.unlink(missing_ok=True)
+            out = part.open("ab" if start else "xb", buffering=0)
         with out:
             if not start:
                 _note(answer.headers, tag)
@@ -121,7 +123,7 @@ def _note(headers: Any, tag: Path) -> None:
     etag = headers.get("ETag", "")
     mark = etag if etag.startswith('"') else headers.get("Last-Modified", "")
     with saving(tag, len(mark)):
-        tag.write_text(mark) if mark else tag.unlink(missing_ok=True)
+        whole.write_text(tag, mark) if mark else tag.unlink(missing_ok=True)
 
 
 def _write(out: Any, data: bytes) -> None:
@@ -131,8 +133,8 @@ def _write(out: Any, data: bytes) -> None:
 
 
 def length(part: Path) -> int:
-    """Bytes that have come."""
-    return part.stat().st_size if part.is_file() else 0
+    """Bytes that have come; none to a link, which is not ours."""
+    return part.stat().st_size if part.is_file() and not part.is_symlink() else 0
 
 
 def _tag(part: Path) -> Path:

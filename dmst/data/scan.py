@@ -4,24 +4,27 @@
     scan(image_set, on_bad="skip")      the indices that do not count in the loss: at most 0.1 % of the set (or one image)
     scan_all({"train": ..., "eval": ...})   the same for several sets: one error lists the bad images of all of them
 
-The result is kept in `cache`, a JSON file, by the fingerprint of the set and the version of Pillow, so that a run that resumes
-does not look again and leaves out the same images. A worker that dies is an error that names the image it was at.
+It also hashes the content of every file: names and sizes do not tell when two class folders were exchanged. The result is kept
+in `cache`, a JSON file, by the fingerprint of the set and the version of Pillow, for as long as no file has another size, time
+or place on the disk, so that a run that resumes does not look again and leaves out the same images. A worker that dies is an
+error that names the image it was at.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import PIL
 
 from dmst import whole
-from dmst.data.sets import ImageSet
+from dmst.data.sets import ImageSet, digest
 from dmst.errors import BadImageError, choose
 
 SHARE = 1000  # one image in so many may be bad
@@ -29,11 +32,17 @@ LISTED = 200
 STRETCH = 64  # images that a worker is asked for at a time
 STALLED = 900  # seconds without an answer
 Bad = dict[int, str]  # by index, the reason
+Answer = tuple[range, Bad, bytes]  # of a stretch; the bytes are a hash of each image
+
+
+class Scanned(NamedTuple):
+    bad: Bad
+    content: str = ""  # one hash of all images; none where the fingerprint of the set is that
 
 
 def scan(image_set: ImageSet, *, cache: Path | None = None, **options: Any) -> frozenset[int]:
     """The indices of the bad images of one set; options as of `scan_all`."""
-    return scan_all({"": image_set}, caches={"": cache}, **options)[""]
+    return frozenset(scan_all({"": image_set}, caches={"": cache}, **options)[""].bad)
 
 
 def scan_all(
@@ -43,51 +52,74 @@ def scan_all(
     workers: int = 0,
     on_bad: str = "fail",
     tick: Callable[[int, int], None] | None = None,
-) -> dict[str, frozenset[int]]:
-    """The bad images of every set; `tick` is told how many of how many have been looked at."""
+    write: Callable[[Path, str], Any] = whole.write_text,
+) -> dict[str, Scanned]:
+    """What is found in every set; `tick` is told how many of how many images have been looked at, `write` keeps a cache."""
     choose("on_bad", on_bad, ("fail", "skip"))
-    found: dict[str, frozenset[int]] = {}
+    found: dict[str, Scanned] = {}
     refused: list[BadImageError] = []
     for name, image_set in sets.items():
-        cache = caches[name]
-        bad = _known(cache, image_set)
-        if bad is None or (bad and on_bad == "fail"):  # a file may have been mended without a change of its size
-            bad = _look(image_set, workers, tick or (lambda done, total: None))
+        scanned, text = look(image_set, caches[name], workers, tick)
         most = min(max(1, len(image_set) // SHARE), len(image_set) - 1)
-        if len(bad) > (most if on_bad == "skip" else 0):
-            refused.append(_refusal(image_set, bad, on_bad, most))
+        if len(scanned.bad) > (most if on_bad == "skip" else 0):
+            refused.append(_refusal(image_set, scanned.bad, on_bad, most))
             continue
-        found[name] = frozenset(bad)
-        if cache is not None:
-            _keep(cache, image_set, bad)
+        found[name] = scanned
+        if (cache := caches[name]) is not None and text:
+            write(cache, text)
     if refused:
         first, *others = refused
         raise BadImageError(first.name, "\n".join([first.reason, *map(str, others)]))
     return found
 
 
-def known_bad(cache: Path, image_set: ImageSet) -> frozenset[int]:
-    """What an earlier scan found bad in this set; nothing where there was none."""
-    return frozenset(_known(cache, image_set) or ())
-
-
-def _look(image_set: ImageSet, workers: int, tick: Callable[[int, int], None]) -> Bad:
+def look(
+    image_set: ImageSet, cache: Path | None, workers: int = 0, tick: Callable[[int, int], None] | None = None
+) -> tuple[Scanned, str]:
+    """What the cache says of the set if its files are as they were, else what is found now, and the text of a new cache."""
     if image_set.pixels() is not None:  # decoded long ago
-        return {}
+        return Scanned({}), ""
+    held, key, stamp = _read(cache) if cache else {}, f"{image_set.fingerprint} Pillow {PIL.__version__}", image_set.stamp()
+    known = _known(held.get(key), image_set, stamp)
+    if known is not None:
+        return known, ""
+    scanned = _look(image_set, workers, tick or (lambda done, total: None))
+    bad = {str(index): reason for index, reason in scanned.bad.items()}
+    mine = {"set": str(image_set), "images": len(image_set), "bad": bad, "stamp": stamp, "content": scanned.content}
+    return scanned, json.dumps(held | {key: mine}, indent=1) + "\n"
+
+
+def _look(image_set: ImageSet, workers: int, tick: Callable[[int, int], None]) -> Scanned:
     bad: Bad = {}
+    hashes: dict[int, bytes] = {}
     total, done = len(image_set), 0
     stretches = [range(start, min(start + STRETCH, total)) for start in range(0, total, STRETCH)]
     workers = min(workers, len(stretches))
-    for count, found in _side_by_side(image_set, stretches, workers) if workers else _one_by_one(image_set, stretches):
+    each = _side_by_side(image_set, stretches, workers) if workers else (_answer(image_set, x) for x in stretches)
+    for stretch, found, marks in each:
         bad |= found
-        done += count
+        hashes[stretch.start] = marks
+        done += len(stretch)
         tick(done, total)
-    return dict(sorted(bad.items()))
+    return Scanned(dict(sorted(bad.items())), digest(*(hashes[start] for start in sorted(hashes))))
 
 
-def _one_by_one(image_set: ImageSet, stretches: list[range]) -> Iterator[tuple[int, Bad]]:
-    for stretch in stretches:
-        yield len(stretch), {i: reason for i in stretch if (reason := _reason(image_set, i))}
+def _answer(image_set: ImageSet, stretch: range, at: Any = None) -> Answer:
+    """What is bad in a stretch, and a hash of each image; `at` is told which image comes next."""
+    bad: Bad = {}
+    marks = []
+    for index in stretch:
+        if at is not None:
+            at.value = index
+        if reason := _reason(image_set, index):
+            bad[index] = reason
+        marks.append(b"" if reason else _hash(image_set.source(index)))
+    return stretch, bad, b"".join(marks)
+
+
+def _hash(source: bytes | Path) -> bytes:
+    raw = source if isinstance(source, bytes) else source.read_bytes()
+    return hashlib.blake2b(raw, digest_size=16).digest()
 
 
 def _reason(image_set: ImageSet, index: int) -> str:
@@ -104,7 +136,7 @@ def _reason(image_set: ImageSet, index: int) -> str:
 # --- in other processes -----------------------------------------------------------------------------------------------
 
 
-def _side_by_side(image_set: ImageSet, stretches: list[range], workers: int) -> Iterator[tuple[int, Bad]]:
+def _side_by_side(image_set: ImageSet, stretches: list[range], workers: int) -> Iterator[Answer]:
     """In fresh processes, not in forks of this one: a fork of a process with threads may never wake up."""
     context = multiprocessing.get_context("spawn")
     left = iter(stretches)
@@ -147,12 +179,7 @@ def _work(image_set: ImageSet, pipe: Connection, at: Any) -> None:
     """A worker: stretches in, bad images out, until there is nothing more, or nobody."""
     with suppress(EOFError, OSError, KeyboardInterrupt):
         while (stretch := pipe.recv()) is not None:
-            bad: Bad = {}
-            for index in stretch:
-                at.value = index
-                if reason := _reason(image_set, index):
-                    bad[index] = reason
-            pipe.send((len(stretch), bad))
+            pipe.send(_answer(image_set, stretch, at))
 
 
 def _death(image_set: ImageSet, index: int, status: int | None) -> BadImageError:
@@ -186,10 +213,6 @@ def _refusal(image_set: ImageSet, bad: Bad, on_bad: str, most: int) -> BadImageE
     return BadImageError(str(image_set), "\n".join([told, *rows, *more, f"Replace or remove them{skip}."]))
 
 
-def _key(image_set: ImageSet) -> str:
-    return f"{image_set.fingerprint} Pillow {PIL.__version__}"
-
-
 def _read(cache: Path) -> dict[str, Any]:
     try:
         held = json.loads(cache.read_text("utf-8"))
@@ -198,19 +221,11 @@ def _read(cache: Path) -> dict[str, Any]:
     return held if isinstance(held, dict) else {}
 
 
-def _known(cache: Path | None, image_set: ImageSet) -> Bad | None:
-    """What an earlier scan found; None where there was none, or where its file is damaged."""
-    held = _read(cache).get(_key(image_set)) if cache is not None else None
+def _known(held: Any, image_set: ImageSet, stamp: str) -> Scanned | None:
+    """What an earlier scan found; None where there was none, where files have changed, or where the cache is damaged."""
     try:
-        bad = {int(index): str(reason) for index, reason in held["bad"].items()}  # type: ignore[index]
-        sound = held["images"] == len(image_set) and all(0 <= index < len(image_set) for index in bad)  # type: ignore[index]
+        bad = {int(index): str(reason) for index, reason in held["bad"].items()}
+        sound = held["images"] == len(image_set) and all(0 <= index < len(image_set) for index in bad)
+        return Scanned(bad, str(held["content"])) if sound and held["stamp"] == stamp else None
     except (TypeError, KeyError, ValueError, AttributeError):
         return None
-    return bad if sound else None
-
-
-def _keep(cache: Path, image_set: ImageSet, bad: Bad) -> None:
-    held = _read(cache)
-    mine = {"set": str(image_set), "images": len(image_set), "bad": {str(index): reason for index, reason in bad.items()}}
-    if held.get(_key(image_set)) != mine:
-        whole.write_text(cache, json.dumps(held | {_key(image_set): mine}, indent=1) + "\n")

@@ -21,7 +21,8 @@ from dmst.errors import BadFileError, BadImageError, OptionError, ShapeError, nu
 
 
 class ImageSet:
-    """One split. `variant` is what a result must say beside the name; `fingerprint` changes when the content does."""
+    """One split. `variant` is what a result must say beside the name. `fingerprint` changes with classes, labels, names and
+    sizes; with every pixel where all are in memory. Of files, dmst.data.scan hashes the content."""
 
     def __init__(
         self, name: str, split: str, classes: Sequence[str], labels: np.ndarray, *, fingerprint: str, variant: str = ""
@@ -57,6 +58,15 @@ class ImageSet:
     def source(self, index: int) -> bytes | Path:
         """The encoded image, or the file that holds nothing else."""
         raise NotImplementedError
+
+    def files(self) -> Sequence[Path]:
+        """The files that hold the images."""
+        return ()
+
+    def stamp(self) -> str:
+        """Changes when a file does, or when another takes its place: its size, times and number on the disk."""
+        found = [os.stat(path) for path in self.files()]
+        return digest(np.array([(x.st_size, x.st_mtime_ns, x.st_ctime_ns, x.st_ino) for x in found], np.uint64))
 
     def read(self, index: int) -> np.ndarray:
         """One image, uint8 (h, w, 1 or 3)."""
@@ -135,6 +145,9 @@ class FileSet(ImageSet):
     def source(self, index: int) -> Path:
         return self.root / os.fsdecode(bytes(self._names[index]))
 
+    def files(self) -> Sequence[Path]:
+        return [self.source(index) for index in range(len(self))]
+
     def where(self, index: int) -> str:
         return str(self.source(index))
 
@@ -156,6 +169,10 @@ class _Subset(ImageSet):
 
     def source(self, index: int) -> bytes | Path:
         return self._base.source(int(self._indices[index]))
+
+    def files(self) -> Sequence[Path]:
+        every = self._base.files()
+        return [every[i] for i in self._indices] if len(every) == len(self._base) else every
 
     def read(self, index: int) -> np.ndarray:
         return self._base.read(int(self._indices[index]))

@@ -2,20 +2,20 @@
 
     <run>/lock                         held with flock while a run is in it; the kernel frees it when the process dies
     <run>/checkpoints/step_00000012/   a checkpoint (dmst.engine.checkpoint); 8 digits, so the order of names is that of steps
-                      .tmp-4711-12/    one that is being written
+                      .tmp-e27a..-12/  one that is being written
                       old.step_00..    one that steps aside for a new one of the same step: put back if the new one never came
                       dead.step_00..   one that is being removed
 
-What a kill leaves of the last three is swept by the next run, under the lock. Reading needs no lock: `RunFolder(path).newest()`
-serves those who only look.
+What a kill leaves of the last three is swept by the next run, under the lock. Links are not followed. Reading needs no lock:
+`RunFolder(path).newest()` serves those who only look.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
+import secrets
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -23,13 +23,12 @@ from itertools import islice
 from pathlib import Path
 
 from dmst import whole
-from dmst.engine import checkpoint
+from dmst.engine import checkpoint, lock
 from dmst.engine.checkpoint import Snapshot
 from dmst.errors import BadFileError, OptionError, SaveError
 
 STEP = re.compile(r"step_(\d{8}|[1-9]\d{8,})")
-LOCK_SIZE = 20  # bytes: the number of a process
-LEFT = re.compile(r"\.tmp-\d+-\d+|dead\.step_\d+|old\.(step_\d+)")
+LEFT = re.compile(r"\.tmp-\w+-\d+|dead\.step_\d+|old\.(step_\d+)")
 
 
 class RunFolder:
@@ -49,16 +48,19 @@ class RunFolder:
             if self.path.is_file():
                 with self.path.open("rb") as file:
                     whole.refuse_pickle(self.path, file.read(8))
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.path)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._take()
             HELD.add(self)
-            self._was = os.stat(self.checkpoints)
+            if self.checkpoints.is_symlink():
+                raise OptionError(f"{self.checkpoints} is a link, and links are not followed: move what it leads to here.")
+            self.checkpoints.mkdir(exist_ok=True)
+            self._was = os.lstat(self.checkpoints)
             self._sweep()
             whole.sync(self.path)
         except OSError as error:
             self.__exit__()
             if error.errno in whole.NO_ROOM:
-                raise whole.failed(self.path, error, LOCK_SIZE) from error
+                raise whole.failed(self.path, error, lock.SIZE) from error
             raise OptionError(f"{self.path} cannot be the folder of a run ({error.strerror}): choose another one.") from error
         except BaseException:
             self.__exit__()
@@ -111,7 +113,7 @@ class RunFolder:
         self.check_held(folder, size)
         if os.path.lexists(folder) and checkpoint.holds(folder, snapshot):
             return folder
-        staging = self.checkpoints / f".tmp-{os.getpid()}-{snapshot.step}"
+        staging = self.checkpoints / f".tmp-{secrets.token_hex(8)}-{snapshot.step}"
         return whole.write_folder(folder, files, size=size, staging=staging, aside=self.checkpoints / f"old.{folder.name}")
 
     def prune(self, keep: int = 2, protect: Iterable[int] = ()) -> list[int]:
@@ -134,6 +136,11 @@ class RunFolder:
             raise SaveError(f"old checkpoints in {self.checkpoints} could not be removed ({error.strerror}).") from error
         return gone
 
+    def write_text(self, path: Path, text: str) -> None:
+        """Write a file of this folder, which must be held."""
+        self.check_held(path, len(text))
+        whole.write_text(path, text)
+
     def check_held(self, path: Path, size: int = 0) -> None:
         """Before `path` is written: our lock must still be the one that another run would find, and the checkpoints ours."""
         if self._lock is None or self._was is None:
@@ -143,11 +150,20 @@ class RunFolder:
             (self._was, self.checkpoints, "the folder of its checkpoints"),
         ):
             try:
-                same = os.path.samestat(was, os.stat(where))
+                same = os.path.samestat(was, os.lstat(where))
             except OSError:
                 same = False
             if not same:
                 raise whole.failed(path, OSError(errno.ENOENT, f"{what} was moved away or replaced"), size)
+
+    def _take(self) -> int:
+        try:
+            return lock.take(self.path / "lock")
+        except BlockingIOError as error:
+            by = f", process {error.strerror}," if error.strerror else ""
+            raise OptionError(
+                f"{self.path} is in use: another run{by} is in it. Choose another folder, or end that run."
+            ) from error
 
     def _folder(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
@@ -171,24 +187,6 @@ class RunFolder:
                 entry.rename(entry.with_name(found[1]))
         for entry, _ in left:
             whole.remove(entry)
-
-
-def _locked(folder: Path) -> int:
-    """A handle on <folder>/lock that holds its lock; the file says which process that is."""
-    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(handle, 0)
-        os.write(handle, f"{os.getpid()}\n".encode())
-    except BlockingIOError as error:
-        who = os.read(handle, LOCK_SIZE).decode(errors="replace").strip()
-        os.close(handle)
-        by = f", process {who}," if who.isdecimal() else ""
-        raise OptionError(f"{folder} is in use: another run{by} is in it. Choose another folder, or end that run.") from error
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
 
 
 HELD: weakref.WeakSet[RunFolder] = weakref.WeakSet()

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from dmst import whole
-from dmst.errors import FullDiskError, SaveError, need
+from dmst.errors import FullDiskError, OptionError, SaveError, need
 
 NAME = "journal.jsonl"
 Listener = Callable[[dict[str, Any], int], None]
@@ -38,12 +39,15 @@ class Journal:
 
     def take_back(self, step: int, *, ended: bool = False) -> list[dict[str, Any]]:
         """Drop what came after `step`, a line that a kill cut off, and the end if it was none; returns what is left."""
-        if self.path is None or not self.path.exists():
+        if self.path is None or not os.path.lexists(self.path):
             return []
-        kept = [event for event in read(self.path) if event["step"] <= step and (ended or event["event"] != "end")]
-        text = "".join(map(_line, kept))
-        if text != self.path.read_text(encoding="utf-8", errors="replace"):
-            whole.write_text(self.path, text)
+        raw = whole.read(self.path)  # and no link
+        kept = [event for event in _events(raw) if event["step"] <= step and (ended or event["event"] != "end")]
+        text = "".join(map(_line, kept)).encode()
+        if text != raw:
+            if self.check:
+                self.check(self.path, len(text))
+            whole.write_bytes(self.path, text)
         return kept
 
     def write(self, event: str, step: int, **values: Any) -> None:
@@ -53,8 +57,7 @@ class Journal:
         if self.check:
             self.check(self.path, len(line))
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(self._before + line)
+            whole.append(self.path, (self._before + line).encode())
             self._before = ""
         except OSError as error:
             full, self._before = error.errno in whole.NO_ROOM, "\n"  # half of the line may be there
@@ -65,10 +68,20 @@ class Journal:
         for listener in self.listeners:
             listener(values, step)
 
+    def sync(self) -> None:
+        """Have every line on the disk: a checkpoint that outlives a power cut needs the lines before it."""
+        if self.path is not None and self.path.is_file():
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """The events of a journal, in order; a last line that was cut off is left out."""
-    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    return _events(path.read_bytes())
+
+
+def _events(raw: bytes) -> Iterator[dict[str, Any]]:
+    for text in raw.decode(errors="replace").split("\n"):
         try:
             event = json.loads(text)
         except ValueError:
@@ -92,9 +105,15 @@ def _plain(value: Any) -> Any:
 
 def tensorboard(folder: Path) -> Listener:
     """A listener that writes every number to `folder` for TensorBoard."""
-    writer = need("torch.utils.tensorboard", "track").SummaryWriter(str(folder))
+    library = need("torch.utils.tensorboard", "track")
+    writer: Any = None
 
     def listen(values: dict[str, Any], step: int) -> None:
+        nonlocal writer
+        if writer is None:  # not before the run holds its folder
+            if folder.is_symlink():
+                raise OptionError(f"{folder} is a link, and links are not followed: remove it.")
+            writer = library.SummaryWriter(str(folder))
         for name, value in _numbers(values, ""):
             writer.add_scalar(name, value, step)
         writer.flush()

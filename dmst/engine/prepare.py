@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dmst import whole
 from dmst.data import catalog, chance
 from dmst.data.loader import View
-from dmst.data.scan import known_bad, scan_all
+from dmst.data.scan import Scanned, scan_all
+from dmst.data.scan import look as look_at
 from dmst.data.sets import ImageSet, split_off, subset
 from dmst.engine import journal
+from dmst.engine.folder import RunFolder
 from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
 from dmst.models import ModelConfig, VisionModel, list_models, load_model, model_config, shipped
@@ -35,6 +38,8 @@ class Sets:
     eval: ImageSet | None
     bad_train: frozenset[int] = frozenset()
     bad_eval: frozenset[int] = frozenset()
+    train_content: str = ""  # a hash of the files; none where they were not looked at, or where the fingerprint is that
+    eval_content: str = ""
 
     @property
     def bad_images(self) -> list[str]:
@@ -49,8 +54,13 @@ class Sets:
         return 1 if first is None else self.train.read(first).shape[2]
 
     @property
+    def content(self) -> str:
+        """Of the files of both sets."""
+        return f"{self.train_content} {self.eval_content}".strip()
+
+    @property
     def fingerprint(self) -> str:
-        """Of everything that decides the run: pixels and labels of both sets."""
+        """Of everything that decides the run but the content of files: names, sizes and labels of both sets."""
         both = [self.train.fingerprint, "" if self.eval is None else self.eval.fingerprint, *map(str, sorted(self.bad_train))]
         return hashlib.sha256("\n".join(both).encode()).hexdigest()
 
@@ -60,7 +70,7 @@ def open_sets(
     *,
     data_dir: str | Path | None = None,
     workers: int = 0,
-    cache: Path | None = None,
+    cache: RunFolder | None = None,
     tick: Callable[[int, int], None] | None = None,
     look: bool = True,
 ) -> Sets:
@@ -83,9 +93,11 @@ def open_sets(
     if not look or data.scan != "full":
         return Sets(train, held)
     both = {"train": train} | ({} if held is None else {"eval": held})
-    caches = {name: cache and cache / f"scan-{name}.json" for name in both}
-    bad = scan_all(both, workers=workers, on_bad=data.on_bad_image, caches=caches, tick=tick)
-    return Sets(train, held, bad["train"], bad.get("eval", frozenset()))
+    caches = {name: None if cache is None else cache.path / f"scan-{name}.json" for name in both}
+    write = whole.write_text if cache is None else cache.write_text
+    found = scan_all(both, workers=workers, on_bad=data.on_bad_image, caches=caches, tick=tick, write=write)
+    (bad_train, content), (bad_eval, eval_content) = found["train"], found.get("eval", Scanned({}))
+    return Sets(train, held, frozenset(bad_train), frozenset(bad_eval), content, eval_content)
 
 
 def images_of(data: str, split: str = "", data_dir: str | Path | None = None) -> ImageSet:
@@ -123,12 +135,13 @@ def evaluated_by(run: str | Path | None, data_dir: str | Path | None = None) -> 
     written = path.with_name(journal.NAME)
     events = journal.read(written) if written.is_file() else iter(())
     began = next((event for event in events if event["event"] == "start"), {})
-    if began.get("eval_fingerprint", images.fingerprint) != images.fingerprint:
+    (bad, content), _ = look_at(images, path.with_name("scan-eval.json")) if recipe.data.scan == "full" else (Scanned({}), "")
+    was = began.get("eval_fingerprint", images.fingerprint), began.get("eval_content", content)
+    if was != (images.fingerprint, content):
         raise BadFileError(
             f"{recipe.data.name} has changed since the run {run} began: some of the images evaluated now may have "
             "been learned from. Bring the images back, or name others: --data FOLDER."
         )
-    bad = known_bad(path.with_name("scan-eval.json"), images)
     if bad:
         images = subset(images, [i for i in range(len(images)) if i not in bad])
     return Evaluated(images, recipe.data.crop_pct)

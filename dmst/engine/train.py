@@ -77,6 +77,7 @@ def train(
     probes: Mapping[str, Probe] | None = None,
     judge: Judge | None = None,
     listeners: Sequence[journal.Listener] = (),
+    report: Callable[[Result], Any] | None = None,
     allow_config_change: bool = False,
     keep_going_on_full_disk: bool = False,
     timeout: float = 60.0,
@@ -85,6 +86,7 @@ def train(
     """Train `recipe` in the folder `out`, or go on there. `probes` are asked at each evaluation: name -> f(model, images).
 
     Then `judge` hears all evaluations, probes included; if it says why the run should end, the run is saved and ends there.
+    `report` is called at the end, on the main process, while the folder is still held: it may write there.
     """
     with joined(device, timeout) as group, _determined(recipe, group), ExitStack() as stack:
         folder = RunFolder(out)
@@ -94,7 +96,12 @@ def train(
         loop = _Loop(recipe, folder, group, watch if watch is not None and group.main else Quiet(), probes or {}, listeners)
         loop.judge = judge
         loop.prepare(data_dir, workers, dtype, allow_config_change)
-        return loop.run(keep_going_on_full_disk)
+        result = loop.run(keep_going_on_full_disk)
+        with group.together("writing the report"):
+            if group.main and report is not None:
+                folder.check_held(folder.path)
+                report(result)
+        return result
 
 
 class _Loop:
@@ -122,7 +129,7 @@ class _Loop:
         with group.together("comparing the recipe"):
             self._check_recipe(allow_change)
         with group.together("opening the data"):
-            sets = prepare.open_sets(recipe, data_dir=data_dir, workers=workers, cache=self.folder.path, look=group.main)
+            sets = prepare.open_sets(recipe, data_dir=data_dir, workers=workers, cache=self.folder, look=group.main)
         bad = json.loads(group.tell(json.dumps([sorted(sets.bad_train), sorted(sets.bad_eval)])))
         self.sets = replace(sets, bad_train=frozenset(bad[0]), bad_eval=frozenset(bad[1]))
         if not group.all_same(self.sets.fingerprint):
@@ -145,17 +152,16 @@ class _Loop:
                     self.sets.eval, view, batch_size=min(size, len(self.sets.eval)), bad=self.sets.bad_eval,
                     place=Place(group.rank, group.world), **shared,
                 )  # fmt: skip
-        self._resume()
+        self._resume(allow_change)
         if group.main:
-            self.folder.check_held(self.folder.path / RECIPE)
-            whole.write_text(self.folder.path / RECIPE, recipe.to_toml())
+            self.folder.write_text(self.folder.path / RECIPE, recipe.to_toml())
 
     def _check_recipe(self, allow_change: bool) -> None:
         """The recipe of an earlier start in this folder must be this one."""
         path = self.folder.path / RECIPE
         if not self.group.main or not path.exists():
             return
-        old = from_toml(path.read_text(encoding="utf-8"), str(path))
+        old = from_toml(whole.read(path).decode(), str(path))  # no link is followed
         changed = differences(old, self.recipe)
         if changed and not allow_change:
             told = "\n".join(f"  {line}" for line in changed)
@@ -167,7 +173,7 @@ class _Loop:
 
     changed: Sequence[str] = ()
 
-    def _resume(self) -> None:
+    def _resume(self, allow_change: bool) -> None:
         """The newest checkpoint, from the main process to all."""
         snapshot, told = None, ""
         with self.group.together("reading the checkpoint"):
@@ -175,7 +181,7 @@ class _Loop:
                 snapshot = self.folder.newest()
                 told = "" if snapshot is None else json.dumps({"step": snapshot.step, **snapshot.state})
                 if snapshot is not None:
-                    self._check_context(snapshot.context)
+                    self._check_context(snapshot, allow_change)
                     for name, tensors in self._tensors().items():
                         if name not in snapshot.tensors:
                             raise OptionError(f"the checkpoint of step {snapshot.step} has no {name}: its recipe was another.")
@@ -217,18 +223,39 @@ class _Loop:
                 return load_model(self.folder.path / FINAL) is not None
         return False
 
-    def _check_context(self, context: Mapping[str, Any]) -> None:
-        if context.get("data") != self.sets.fingerprint:
+    def _check_context(self, snapshot: Snapshot, allow_change: bool) -> None:
+        """The images must be the same. What else decides the bits is told where it differs, and refused where bits count."""
+        was, now = snapshot.context, self._context()
+        if any(was.get(key, now[key]) != now[key] for key in ("data", "content") if now[key]):
             raise OptionError(
                 f"the images are not those that the run in {self.folder.path} began with: {self.recipe.data.name} has changed. "
                 "Bring them back, or choose another --out."
             )
-        was, now = context.get("versions") or {}, versions()
-        if was != now:
-            words = ", ".join(f"{name} {was.get(name)} -> {now[name]}" for name in now if was.get(name) != now[name])
-            warnings.warn(
-                f"versions have changed ({words}): the same bits are promised for the same versions only.", stacklevel=2
+        was, now = ({**told["versions"], **told.get("machine", {})} for told in (was, now))
+        changed = [f"{name} {was[name]} -> {now.get(name)}" for name in was if was[name] != now.get(name)]
+        if not changed or snapshot.step >= self.steps:
+            return
+        threads = (
+            f" OMP_NUM_THREADS={was['threads']} brings the threads back." if was.get("threads") != now.get("threads") else ""
+        )
+        told = f"not all is as it was when the run in {self.folder.path} was saved: {', '.join(changed)}.{threads}"
+        if self.recipe.run.deterministic and not allow_change:
+            raise OptionError(
+                f"{told} It would end in other bits, and run.deterministic is set: bring back what has changed, or go on with "
+                "--allow-config-change, which is noted in the journal."
             )
+        self.changed = [*self.changed, *changed]
+        warnings.warn(f"{told} The same bits are promised only where all of this is the same.", stacklevel=2)
+
+    def _context(self) -> dict[str, Any]:
+        """What the bits of a run depend on, beside its recipe."""
+        return {
+            "recipe": self.recipe.digest,
+            "data": self.sets.fingerprint,
+            "content": self.sets.content,
+            "versions": versions(),
+            "machine": machine(self.group.device),
+        }
 
     def _facts(self) -> dict[str, Any]:
         sets, model = self.sets, self.work.model
@@ -243,6 +270,7 @@ class _Loop:
             "eval_images": 0 if sets.eval is None else len(sets.eval) - len(sets.bad_eval),
             "evaluated": self.recipe.data.evaluated,
             "eval_fingerprint": "" if sets.eval is None else sets.eval.fingerprint,
+            "eval_content": sets.eval_content,
             "bad_images": sets.bad_images,
             "path": self.stream.path,
             "notes": list(self.stream.notes),
@@ -252,6 +280,7 @@ class _Loop:
             "device": provenance.device_name(self.group.device),
             "processes": self.group.world,
             "versions": versions(),
+            "machine": machine(self.group.device),
         }
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -398,11 +427,11 @@ class _Loop:
             "seed": self.recipe.run.seed,
             "processes": self.group.world,
         }
-        context = {"recipe": self.recipe.digest, "data": self.sets.fingerprint, "versions": versions()}
         with self.group.together("saving"):
             if self.group.main:
                 try:
-                    self.folder.save(Snapshot(self.step, tensors, state, self.recipe.to_toml(), context))
+                    self.journal.sync()
+                    self.folder.save(Snapshot(self.step, tensors, state, self.recipe.to_toml(), self._context()))
                     self._prune()
                 except FullDiskError as error:
                     if not self.keep_going:
@@ -514,6 +543,13 @@ def versions() -> dict[str, str]:
         "dmst": dmst.__version__, "torch": str(torch.__version__), "numpy": np.__version__, "Pillow": PIL.__version__,
         "Python": platform.python_version(),
     }  # fmt: skip
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What else changes the bits: on a CPU the order of sums follows from the threads, and rounding from the instructions."""
+    if device.type != "cpu":
+        return {"device": provenance.device_name(device)}
+    return {"device": "CPU", "threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:

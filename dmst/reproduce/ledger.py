@@ -83,7 +83,7 @@ def claimed(folder: Path, config: str) -> Iterator[bool]:
     """Whether this process alone is at a run, named by config and seed, as long as the block lasts; a kill frees it too."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{config}.lock"
-    with path.open("wb") as file:
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "rb") as file:  # whatever is there stays as it is
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

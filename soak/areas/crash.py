@@ -67,7 +67,7 @@ CHANGES = {
     "open": ((0, None),),
 }
 CALLS = ((Muon, "step", "second optimizer"), (Mean, "update", "mean"), (evaluate, "_add", "evaluation"))
-BY_CHANCE = re.compile(r"(?<=\.tmp-)\d+|(?<=\.final\.old\.)\w+|(?<=\.final\.)(?!old)\w+|(?<=\.toml\.|jsonl\.|.json\.)\d+")
+BY_CHANCE = re.compile(r"(?<=\.tmp-)\w+|(?<=\.final\.old\.)\w+|(?<=\.final\.)(?!old)\w+|(?<=\.toml\.|jsonl\.|.json\.)\w+")
 
 
 class Events:
@@ -79,7 +79,7 @@ class Events:
 
         def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
             file = real_open(path, mode, *args, **options)
-            return Halves(file, path, self) if mode[0] in "aw" and path.is_relative_to(run) else file  # type: ignore[arg-type]
+            return Halves(file, path, self) if mode[0] in "ax" and path.is_relative_to(run) else file  # type: ignore[arg-type]
 
         pathlib.Path.open = opened  # type: ignore[assignment]
         os.fsync = lambda handle: self.happens("fsync", handle)  # type: ignore[assignment]

@@ -30,6 +30,9 @@ class TableSet(ImageSet):
         self._table, self._column = table, column
         super().__init__(asked.name, asked.split, classes, labels, fingerprint=fingerprint)
 
+    def files(self) -> list[Path]:
+        return [Path(each["filename"]) for each in self._table.cache_files]
+
     def source(self, index: int) -> bytes | Path:
         cell = self._table[int(index)][self._column] or {}
         if cell.get("bytes"):

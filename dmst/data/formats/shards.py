@@ -54,6 +54,9 @@ class ShardSet(ImageSet):
     def where(self, index: int) -> str:
         return f"{self._shards[self._index.numbers[index, 0]]}, {os.fsdecode(bytes(self._index.keys[index]))}"
 
+    def files(self) -> list[Path]:
+        return self._shards
+
     def source(self, index: int) -> bytes:
         shard, offset, size, _ = self._index.numbers[index].tolist()
         with self._shards[shard].open("rb") as file:  # opened anew: workers must not share a place in a file

@@ -1,0 +1,387 @@
+"""A run touches nothing that is not its own, has on the disk what it wrote, and tells when it would end in other bits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from dmst import cli, whole
+from dmst.engine import journal
+from dmst.engine import train as engine
+from dmst.engine.folder import RunFolder
+from dmst.engine.prepare import evaluated_by
+from dmst.engine.train import Result, train
+from dmst.errors import BadFileError, DmstError, OptionError, SaveError
+from dmst.models import create_model, save_model
+from tests.runs import SAVED, Cut, CutAfter, digests, on_pictures, pictures, tiny
+
+THREADS = torch.get_num_threads()
+
+
+def go(recipe: Any, out: Path, **options: Any) -> Result:
+    return train(recipe, out, device="cpu", **options)
+
+
+# --- links -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lock", "journal.jsonl", "recipe.toml"])
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_in_a_run_folder_is_not_written_through(name: str, dangling: bool, tmp_path: Path) -> None:
+    mine = tmp_path / "thesis.tex"
+    if not dangling:
+        mine.write_text("years of work")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / name).symlink_to(mine)
+    if dangling and name == "recipe.toml":  # replaced by a file of the run
+        go(tiny("schedule.epochs=1"), run)
+        assert not (run / name).is_symlink() and not mine.exists()
+        return
+    with pytest.raises(DmstError, match=rf"{name}.*link") as said:
+        go(tiny("schedule.epochs=1"), run)
+    assert str(run) in str(said.value)
+    assert not mine.exists() if dangling else mine.read_text() == "years of work"
+
+
+def test_a_file_of_the_users_called_lock_is_not_taken_for_ours(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("combination: 1234")
+    with pytest.raises(OptionError, match=r"lock is not the lock of a run.*choose another"), RunFolder(tmp_path):
+        pass
+    assert (tmp_path / "lock").read_text() == "combination: 1234"
+
+
+def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    with pytest.raises(OptionError, match="lock is not the lock of a run"), RunFolder(tmp_path):
+        pass
+
+
+def test_checkpoints_elsewhere_are_neither_written_nor_swept(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "dead.step_00000001").mkdir(parents=True)  # would be swept in a run of ours
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(elsewhere)
+    with pytest.raises(OptionError, match=r"checkpoints is a link.*not followed"), RunFolder(tmp_path / "run"):
+        pass
+    assert os.listdir(elsewhere) == ["dead.step_00000001"]
+
+
+def test_checkpoints_that_became_a_link_are_not_gone_on_with(tmp_path: Path) -> None:
+    """A link to the very same folder is one too."""
+    with RunFolder(tmp_path / "run") as run:
+        run.checkpoints.rename(tmp_path / "away")
+        run.checkpoints.symlink_to(tmp_path / "away")
+        with pytest.raises(SaveError, match="moved away or replaced"):
+            run.prune()
+
+
+def test_what_is_staged_cannot_be_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that stands where a file would be staged, under the name that the number of the process gives, stays as it is."""
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / f".page.html.{os.getpid()}").symlink_to(mine)
+    whole.write_text(tmp_path / "page.html", "new")
+    assert mine.read_text() == "mine" and (tmp_path / "page.html").read_text() == "new"
+    assert (tmp_path / f".page.html.{os.getpid()}").is_symlink()
+    seen: list[str] = []
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *a, **o: seen.append(path.name) or real(path, *a, **o))  # type: ignore[func-returns-value]
+    for _ in range(3):
+        whole.write_text(tmp_path / "page.html", "again")
+    assert len({name for name in seen if name.startswith(".page")}) == 3
+
+
+def test_a_file_that_is_a_link_is_replaced_not_written_through(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / "page.html").symlink_to(mine)
+    whole.write_text(tmp_path / "page.html", "new")
+    assert mine.read_text() == "mine" and not (tmp_path / "page.html").is_symlink()
+
+
+# --- hard links --------------------------------------------------------------------------------------------------------
+
+
+def linked_copy(run: Path, to: Path) -> Path:
+    shutil.copytree(run, to, copy_function=os.link)
+    return to
+
+
+def test_a_hard_linked_copy_goes_on_by_itself(tmp_path: Path) -> None:
+    """`cp -al run copy`: what the copy does is not seen in the original, and both end in the same bits."""
+    recipe = tiny(*SAVED)
+    with pytest.raises(Cut):
+        go(recipe, tmp_path / "run", watch=CutAfter(7))
+    copy = linked_copy(tmp_path / "run", tmp_path / "copy")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    go(recipe, copy)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    go(recipe, tmp_path / "run")
+    assert digests(copy) == digests(tmp_path / "run")
+
+
+def test_a_hard_linked_copy_can_be_used_while_the_original_is(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as first:
+        linked_copy(tmp_path / "run", tmp_path / "copy")
+        with pytest.raises(OptionError, match="in use"), RunFolder(tmp_path / "run"):
+            pass
+        with RunFolder(tmp_path / "copy") as second:
+            first.check_held(first.path)
+            second.check_held(second.path)
+            with pytest.raises(OptionError, match="in use"), RunFolder(tmp_path / "copy"):
+                pass
+
+
+def test_a_copy_made_in_mid_run_stays_as_it_was(tmp_path: Path) -> None:
+    log = journal.Journal(tmp_path)
+    log.write("start", 0)
+    os.link(log.path, tmp_path / "backup")  # type: ignore[arg-type]
+    before = (tmp_path / "backup").read_bytes()
+    log.write("step", 1)
+    assert (tmp_path / "backup").read_bytes() == before
+    assert [event["step"] for event in journal.read(tmp_path / journal.NAME)] == [0, 1]
+
+
+# --- while the folder is held ------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_written_while_the_folder_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dmst.analysis import run_report
+
+    held: list[bool] = []
+    real = run_report.write_run_report
+
+    def write(path: Path, *args: Any, **options: Any) -> Path:
+        try:
+            with RunFolder(path.parent):
+                held.append(False)
+        except OptionError:
+            held.append(True)
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(run_report, "write_run_report", write)
+    monkeypatch.setattr("sys.argv", ["dmst", *command(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0 and held == [True] and (tmp_path / "run/report.html").is_file()
+
+
+def test_a_report_does_not_go_into_a_folder_that_took_the_runs_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = engine._Loop._finish
+
+    def finish(loop: Any) -> Result:
+        result = real(loop)
+        (tmp_path / "run").rename(tmp_path / "away")
+        (tmp_path / "run").mkdir()
+        return result
+
+    monkeypatch.setattr(engine._Loop, "_finish", finish)
+    monkeypatch.setattr("sys.argv", ["dmst", *command(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1 and os.listdir(tmp_path / "run") == []
+    assert "moved away or replaced" in capsys.readouterr().err
+
+
+def command(place: Path) -> list[str]:
+    recipe = place / "recipe.toml"
+    recipe.write_text(on_pictures(pictures(place / "data"), "schedule.epochs=1").to_toml())
+    return ["train", str(recipe), "--out", str(place / "run"), "--device", "cpu", "--quiet"]
+
+
+def test_a_folder_that_vanishes_while_images_are_looked_at_is_not_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dmst.data import scan
+
+    real = scan._look
+
+    def look(*args: Any) -> Any:
+        if (tmp_path / "run").exists():
+            (tmp_path / "run").rename(tmp_path / "away")
+        return real(*args)
+
+    monkeypatch.setattr(scan, "_look", look)
+    with pytest.raises(SaveError, match="moved away or replaced"):
+        go(on_pictures(pictures(tmp_path / "data")), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# --- synced ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_file_is_synced_before_its_rename_and_its_folder_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut leaves an empty file under the right name."""
+    events: list[tuple[str, str]] = []
+    real_replace, real_rename = Path.replace, Path.rename
+
+    def note(what: str, real: Callable[[Path, Any], Path]) -> Callable[[Path, Any], Path]:
+        return lambda path, target: events.append((what, str(path))) or real(path, target)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(os, "fsync", lambda handle: events.append(("fsync", os.readlink(f"/proc/self/fd/{handle}"))))
+    monkeypatch.setattr(Path, "replace", note("rename", real_replace))
+    monkeypatch.setattr(Path, "rename", note("rename", real_rename))
+    go(on_pictures(pictures(tmp_path / "data"), "schedule.epochs=1"), run := tmp_path / "run")
+    renames = [i for i, (what, _) in enumerate(events) if what == "rename"]
+    staged = [events[i][1] for i in renames if "/dead." not in events[i][1]]
+    assert {Path(path).name.split(".")[1].split("-")[0] for path in staged} >= {"recipe", "scan", "tmp", "final"}
+    for i in renames:
+        if events[i][1] in staged:
+            assert ("fsync", events[i][1]) in events[:i], events[i]  # the file, or the folder that holds the files
+            assert ("fsync", str(Path(events[i][1]).parent)) in events[i:], events[i]
+    first = next(i for i in renames if "/checkpoints/.tmp-" in events[i][1])
+    assert ("fsync", str(run / journal.NAME)) in events[:first]  # what happened before a checkpoint is known after it
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_what_is_saved_follows_the_umask(mask: int, tmp_path: Path) -> None:
+    model = create_model("dmst_digits", num_classes=10)
+    old = os.umask(mask)
+    try:
+        folder = save_model(model, tmp_path / "model")
+        save_model(model, tmp_path / "model", overwrite=True)
+        page = whole.write_text(tmp_path / "page.html", "x")
+        with RunFolder(tmp_path / "run"):
+            pass
+    finally:
+        os.umask(old)
+
+    def modes(*paths: Path) -> set[int]:
+        return {stat.S_IMODE(path.stat().st_mode) for path in paths}
+
+    assert modes(folder, tmp_path / "run", tmp_path / "run/checkpoints") == {0o777 & ~mask}
+    assert modes(*folder.iterdir(), page, tmp_path / "run/lock") == {0o666 & ~mask}
+
+
+# --- what changes the bits ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_threads() -> Any:
+    yield lambda: torch.set_num_threads(THREADS + 1)
+    torch.set_num_threads(THREADS)
+
+
+def test_another_number_of_threads_is_told(tmp_path: Path, other_threads: Callable[[], None]) -> None:
+    recipe = tiny(*SAVED)
+    with pytest.raises(Cut):
+        go(recipe, tmp_path, watch=CutAfter(4))
+    other_threads()
+    with pytest.warns(UserWarning, match=rf"threads {THREADS} -> {THREADS + 1}.*OMP_NUM_THREADS={THREADS}"):
+        go(recipe, tmp_path)
+
+
+def test_another_number_of_threads_is_refused_where_bits_count(tmp_path: Path, other_threads: Callable[[], None]) -> None:
+    recipe = tiny(*SAVED, "run.deterministic=true")
+    with pytest.raises(Cut):
+        go(recipe, tmp_path, watch=CutAfter(4))
+    other_threads()
+    with pytest.raises(OptionError, match=rf"threads {THREADS} -> {THREADS + 1}.*run.deterministic"):
+        go(recipe, tmp_path)
+    torch.set_num_threads(THREADS)
+    go(recipe, tmp_path)  # nothing was lost
+
+
+def test_a_change_that_is_allowed_is_noted(tmp_path: Path, other_threads: Callable[[], None]) -> None:
+    recipe = tiny(*SAVED, "run.deterministic=true")
+    with pytest.raises(Cut):
+        go(recipe, tmp_path, watch=CutAfter(4))
+    other_threads()
+    with pytest.warns(UserWarning, match="threads"):
+        events = go(recipe, tmp_path, allow_config_change=True).journal
+    assert [event["changed"] for event in events if event["event"] == "start"][1:] == [[f"threads {THREADS} -> {THREADS + 1}"]]
+
+
+@pytest.mark.parametrize("what", ["instructions", "torch"])
+def test_other_instructions_and_another_build_of_torch_are_told(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Cut):
+        go(tiny(*SAVED), tmp_path, watch=CutAfter(4))
+    if what == "instructions":
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NEON")
+    else:
+        monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    with pytest.warns(UserWarning, match=f"{what} .* -> (NEON|2.13.0.cu130)"):
+        go(tiny(*SAVED), tmp_path)
+
+
+# --- images that change ------------------------------------------------------------------------------------------------
+
+
+def solid(data: Path) -> Path:
+    """Two classes of uncompressed images, all of one size in bytes."""
+    for split, count in (("train", 48), ("test", 4)):
+        for shade, name in ((40, "dark"), (200, "light")):
+            (data / split / name).mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (8, 8), (shade, i, shade)).save(data / split / name / f"{i:03}.bmp")
+    assert len({path.stat().st_size for path in data.rglob("*.bmp")}) == 1
+    return data
+
+
+def exchange(folder: Path) -> None:
+    (folder / "dark").rename(folder / "aside")
+    (folder / "light").rename(folder / "dark")
+    (folder / "aside").rename(folder / "light")
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_class_folders_that_were_exchanged_are_noticed(split: str, tmp_path: Path) -> None:
+    recipe, data = on_pictures(tmp_path / "data", *SAVED), solid(tmp_path / "data")
+    for path in data.rglob("*.bmp"):
+        os.utime(path, (1e9, 1e9))  # as an archive unpacks them: all of one time
+    with pytest.raises(Cut):
+        go(recipe, tmp_path / "run", watch=CutAfter(4))
+    exchange(data / split)
+    with pytest.raises(OptionError, match=r"the images are not those that the run in .* began with"):
+        go(recipe, tmp_path / "run")
+    exchange(data / split)
+    go(recipe, tmp_path / "run")
+
+
+def test_the_same_images_elsewhere_are_the_same(tmp_path: Path) -> None:
+    """Another disk, other times: what counts is what is in the files."""
+    recipe, data = on_pictures(tmp_path / "data", *SAVED), solid(tmp_path / "data")
+    with pytest.raises(Cut):
+        go(recipe, tmp_path / "run", watch=CutAfter(4))
+    shutil.copytree(data, tmp_path / "other", copy_function=shutil.copyfile)
+    shutil.rmtree(data)
+    (tmp_path / "other").rename(data)
+    go(recipe, tmp_path / "run")
+
+
+def test_a_run_from_before_contents_were_kept_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = on_pictures(solid(tmp_path / "data"), *SAVED)
+    real = RunFolder.save
+
+    def save(self: RunFolder, snapshot: Any) -> Path:
+        for key in ("content", "machine"):
+            del snapshot.context[key]
+        return real(self, snapshot)
+
+    with monkeypatch.context() as older:
+        older.setattr(RunFolder, "save", save)
+        with pytest.raises(Cut):
+            go(recipe, tmp_path / "run", watch=CutAfter(4))
+    go(recipe, tmp_path / "run")
+
+
+def test_an_evaluation_notices_them_too(tmp_path: Path) -> None:
+    recipe, data = on_pictures(tmp_path / "data", "schedule.epochs=1"), solid(tmp_path / "data")
+    go(recipe, tmp_path / "run")
+    assert evaluated_by(tmp_path / "run") is not None
+    exchange(data / "test")
+    with pytest.raises(BadFileError, match="has changed since the run"):
+        evaluated_by(tmp_path / "run")
