@@ -200,6 +200,15 @@ def test_other_marks(server: Server, tmp_path: Path, headers: dict[str, str], ma
     assert (tmp_path / NAME).read_bytes() == CONTENT
 
 
+@pytest.mark.parametrize("size", [9, 200_000])
+def test_a_part_that_is_a_link_is_not_written_through(size: int, server: Server, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_bytes(CONTENT[:size])
+    (tmp_path / f"{NAME}.part").symlink_to(mine)
+    fetch.fetch("cifar10", tmp_path, base=server.base)
+    assert mine.read_bytes() == CONTENT[:size] and (tmp_path / NAME).read_bytes() == CONTENT
+
+
 def test_a_part_that_does_not_fit(server: Server, tmp_path: Path) -> None:
     part = tmp_path / f"{NAME}.part"
     part.write_bytes(bytes(len(CONTENT) + 1))
