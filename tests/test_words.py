@@ -21,6 +21,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from PIL import Image
+from rich.table import Table
+from rich.text import Text
 from typer.main import get_command
 
 import dmst
@@ -28,6 +30,7 @@ from dmst import cli, create_model
 from dmst.explorer.server import Site
 from dmst.explorer.session import Session
 from dmst.models import load_model, save_model
+from dmst.terminal import Terminal
 
 NAMES = [
     # what a terminal obeys
@@ -285,6 +288,19 @@ def test_a_terminal_that_knows_less(run: tuple[Path, str]) -> None:
     for encoding in ("ascii", "latin-1"):
         status, out, _ = typed("evaluate", run[0], *CPU, encoding=encoding)
         assert status == 0 and r"\u732b\u3068\u72ac" in out and "[bold]" in out
+
+
+def test_on_a_terminal() -> None:
+    """The colours are ours alone, whatever way a name came in: as a string, as Text, in a table."""
+    screen = io.StringIO()
+    console = Terminal(file=screen, force_terminal=True, width=900, color_system="standard")
+    for name in [*NAMES, *NO_FILES]:
+        table = Table(name, title=name, caption=name)
+        table.add_row(name, style="red")
+        console.print(name, Text(name, "bold"), table, style="green")
+    text = re.sub(r"\x1b\[[0-9;]+m", "", screen.getvalue())
+    assert not {c for c in text if not c.isprintable() and c != "\n"} and r"sgr \x1b[31mred" in text
+    assert all(text.count(name) >= 6 for name in PLAIN)
 
 
 def test_a_warning() -> None:
