@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 import dmst
@@ -41,6 +40,7 @@ from dmst.kernels import Form, Weights, choice, closed_form, reference, silent
 from dmst.kernels.attempt import anew
 from dmst.operators import OPERATORS, Operator, create
 from dmst.operators.family import TokenStatistics
+from dmst.terminal import Terminal, say
 
 # --- what is here ---------------------------------------------------------------------------------------------------
 
@@ -399,7 +399,7 @@ class Report(NamedTuple):
 
 def diagnose() -> Report:
     """Look, test and judge. A bar on the error stream says how far it is, where somebody looks."""
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("libraries and devices", total=1.0)
         facts = gather()
@@ -425,15 +425,15 @@ def as_json(report: Report) -> str:
 
 def show(report: Report) -> None:
     """Print the report."""
-    console, facts = Console(highlight=False), report.facts
+    console, facts = Terminal(), report.facts
 
     def table(title: str, columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> None:
         grid = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=bool(columns[0]))
         for column in columns:
             grid.add_column(column, no_wrap=column is not columns[-1])
         for row in rows:
-            grid.add_row(*map(escape, row))
-        console.print(f"[bold]{title}[/]", grid, "", sep="\n")
+            grid.add_row(*row)
+        console.print(Text(title, "bold"), grid, "", sep="\n")
 
     versions = {name: version or "not installed" for name, version in facts.versions.items()}
     notes = dict.fromkeys(facts.broken, "cannot be imported") | {"triton": f"torch needs {facts.triton_asked or 'none'}"}
@@ -455,7 +455,7 @@ def show(report: Report) -> None:
     table("Self-test: relative error (allowed error)", ("kernel", "device", "dtype", "output", "gradients", "result"), tests)
     for finding in report.findings:
         colour = "red" if finding.level == "problem" else "yellow"
-        console.print(f"[bold {colour}]{finding.level}[/] {escape(finding.what)}", soft_wrap=True)
-        console.print(f"  remedy: {escape(finding.remedy)}", soft_wrap=True)
+        console.print(Text.assemble((finding.level, f"bold {colour}"), f" {finding.what}"), soft_wrap=True)
+        say(f"  remedy: {finding.remedy}")
     problems = sum(finding.level == "problem" for finding in report.findings)
-    console.print("[bold green]No problems found.[/]" if report.well else f"[bold red]Problems found: {problems}.[/]")
+    say("No problems found.", style="bold green") if report.well else say(f"Problems found: {problems}.", style="bold red")

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 import dmst
@@ -31,11 +30,12 @@ from dmst.engine.folder import RunFolder
 from dmst.engine.recipe import differences, read_recipe
 from dmst.engine.train import train
 from dmst.errors import DmstError, MissingExtraError, OptionError, SaveError, Stopped
+from dmst.terminal import Terminal
 from tests.test_report import check_page
 
 MINE = Job("dmst_digits", 0)
 RECIPE = MINE.recipe(1)
-quiet = Console(quiet=True)
+quiet = Terminal(quiet=True)
 
 
 def test_the_split_is_fixed_and_whole() -> None:

@@ -11,8 +11,9 @@ import dmst
 ROOT = Path(dmst.__file__).parent
 # a row imports only rows below it; names on one row do not import each other; errors is open to all
 ROWS = [
+    ["words"],
     ["calibration", "errors", "photos", "provenance", "settings", "watched", "whole"],
-    ["sparsemax", "rotary"],
+    ["sparsemax", "rotary", "terminal"],
     ["objective", "kernels"],
     ["operators"],
     ["models", "data"],
@@ -86,6 +87,7 @@ def test_other_libraries_only_where_named() -> None:
         "demo": {"rich"},
         "bench": {"rich"},
         "doctor": {"rich"},
+        "terminal": {"rich"},
         "kernels": {"triton"},  # imported only where the fused kernels are used: test_import says so
         "models": {"safetensors"},
         "data": {"PIL"},

@@ -185,7 +185,7 @@ def test_cells() -> None:
 class Reader(html.parser.HTMLParser):
     """Tags that close, ids, and every address that the page names."""
 
-    VOID = frozenset({"meta", "img", "input", "br", "line", "polyline", "polygon"})
+    VOID = frozenset({"meta", "img", "input", "br", "wbr", "line", "polyline", "polygon"})
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from html import escape
 from typing import NamedTuple
+
+from dmst.words import html
 
 
 class Line(NamedTuple):
@@ -84,7 +85,7 @@ def line_chart(
         down = height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom)
         return f"{across:.1f},{down:.1f}"
 
-    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(y_label)} against {escape(x_label)}">']
+    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{html(y_label)} against {html(x_label)}">']
     for y in (y for y in y_ticks if y0 <= y <= y1):
         a, b = place(x0, y).split(","), place(x1, y).split(",")
         parts.append(f'<line class="grid" x1="{a[0]}" y1="{a[1]}" x2="{b[0]}" y2="{b[1]}"/>')
@@ -93,10 +94,10 @@ def line_chart(
         across = place(x, y0).split(",")[0]
         parts.append(f'<text x="{across}" y="{height - bottom + 18}" text-anchor="middle">{told(x)}</text>')
     middle = (left + width - right) / 2
-    parts.append(f'<text class="axis" x="{middle}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
+    parts.append(f'<text class="axis" x="{middle}" y="{height - 6}" text-anchor="middle">{html(x_label)}</text>')
     middle = (top + height - bottom) / 2
     parts.append(
-        f'<text class="axis" transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
+        f'<text class="axis" transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{html(y_label)}</text>'
     )
     for line in lines:
         dash = ' stroke-dasharray="6 5"' if line.dashed else ""
@@ -108,13 +109,13 @@ def line_chart(
             for p in run:
                 spread = "" if p.low is None else f" ({p.low:.{digits}f} to {p.high:.{digits}f})"
                 across, down = place(p.x, p.y).split(",")
-                said = f"{escape(line.name)}, {escape(x_label)} {told(p.x)}: {p.y:.{digits}f}{spread}"
+                said = f"{html(line.name)}, {html(x_label)} {told(p.x)}: {p.y:.{digits}f}{spread}"
                 parts.append(
                     f'<circle class="dot {line.colour}" cx="{across}" cy="{down}" r="3.2"><title>{said}</title></circle>'
                 )
     parts.append("</svg>")
     keys = "".join(
-        f'<span class="key"><i class="{line.colour}{" dashed" if line.dashed else ""}"></i>{escape(line.name)}</span>'
+        f'<span class="key"><i class="{line.colour}{" dashed" if line.dashed else ""}"></i>{html(line.name)}</span>'
         for line in lines
     )
     return f'<div class="chart">{"".join(parts)}<div class="keys">{keys}</div></div>'
@@ -132,12 +133,12 @@ def cells(
     """A table of numbers from 0 to `high`, darker for more; exact zeros are drawn as empty. `groups` names runs of columns."""
     head = ""
     if groups:
-        head += "<tr><th></th>" + "".join(f'<th colspan="{size}">{escape(name)}</th>' for name, size in groups) + "</tr>"
-    head += f"<tr><th>{escape(corner)}</th>" + "".join(f"<th>{escape(name)}</th>" for name in columns) + "</tr>"
+        head += "<tr><th></th>" + "".join(f'<th colspan="{size}">{html(name)}</th>' for name, size in groups) + "</tr>"
+    head += f"<tr><th>{html(corner)}</th>" + "".join(f"<th>{html(name)}</th>" for name in columns) + "</tr>"
     starts = set(itertools.accumulate((size for _, size in groups), initial=0)) if groups else set()
     body = ""
     for name, row in zip(rows, values, strict=True):
-        body += f'<tr><th scope="row">{escape(name)}</th>'
+        body += f'<tr><th scope="row">{html(name)}</th>'
         for j, value in enumerate(row):
             edge = " first" if j in starts else ""
             if math.isnan(value) or value == 0:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 
 from dmst.analysis.charts import Line, line_chart
 from dmst.analysis.rates import PLACES, LayerRates
 from dmst.analysis.report import Section, table, write_report
+from dmst.words import html
 
 CURVES = {
     "variational": (
@@ -43,11 +43,11 @@ def write_page(path: str | Path, found: Mapping[str, Mapping[str, LayerRates]], 
     drawn = [*([_side_by_side(found)] if len(found) > 1 else []), *sections(found)]
     lead = (
         "<p>A <b>rate</b> is the number of nats needed to encode the tokens of an image (1 nat = 1.44 bits). This page shows "
-        f"it for every layer of {escape(', '.join(found))}, measured on {escape(images)}. Lines: mean over images. Bands: one "
+        f"it for every layer of {html(', '.join(found))}, measured on {html(images)}. Lines: mean over images. Bands: one "
         "standard deviation.</p>"
     )
     footer = (
-        f"<p>How rates are measured: {escape(first.convention.rpartition(', ')[0])}. After the operator and after the block: "
+        f"<p>How rates are measured: {html(first.convention.rpartition(', ')[0])}. After the operator and after the block: "
         "with the norm and the subspaces of the same layer, and memberships computed again.</p>"
     )
     return write_report(path, "Rates of the layers", lead, drawn, footer)
@@ -89,5 +89,5 @@ def _section(name: str, title: str, words: str, found: Mapping[str, Mapping[str,
     for at, place in WHERE.items():
         lines = _lines({where: rates[at] for where, rates in found.items() if at in rates}, name)
         unit = "" if name in ("active", "mass") else " (nats)"
-        charts += f"<div><h3>{escape(place)}</h3>{line_chart(lines, 'layer', title + unit)}</div>"
-    return Section(title[0].upper() + title[1:], f'<p>{escape(words)}</p><div class="charts three">{charts}</div>')
+        charts += f"<div><h3>{html(place)}</h3>{line_chart(lines, 'layer', title + unit)}</div>"
+    return Section(title[0].upper() + title[1:], f'<p>{html(words)}</p><div class="charts three">{charts}</div>')

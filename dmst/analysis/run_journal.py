@@ -17,8 +17,10 @@ from typing import Any
 
 from dmst.analysis.charts import Line
 from dmst.models import VisionModel
+from dmst.words import short
 
 Event = dict[str, Any]
+WIDE = 26  # letters of a name
 MOST_POINTS = 40  # of a line, whose dots then stand apart
 WEIGHTS = {"model": "the last weights", "ema": "the averaged weights"}
 
@@ -41,7 +43,7 @@ class Run:
         self.best: Event = last.get("best") or {}
         self.classes: list[str] = self.facts.get("classes") or []
         self.operator, self.parameters = model.config.operator, sum(p.numel() for p in model.parameters())
-        self.model = printable(self.facts.get("model", model.config.name))
+        self.model = str(self.facts.get("model", model.config.name))
         self.evaluated: str = self.facts.get("evaluated", "")
         try:
             self.recipe: Event = tomllib.loads(recipe)
@@ -50,19 +52,19 @@ class Run:
 
     @property
     def name(self) -> str:
-        return printable(self.facts.get("data", "unnamed images"))
+        return str(self.facts.get("data", "unnamed images"))
 
     @property
     def data(self) -> str:
         """What was learnt from, with what must be said beside its name."""
         variant = self.facts.get("variant")
-        return self.name + (f" ({printable(variant)})" if variant else "")
+        return self.name + (f" ({variant})" if variant else "")
 
     @property
     def seen(self) -> str:
         """What was evaluated, as it stands beside every accuracy: "digits test", or "photos, 20 % held out"."""
         if self.evaluated == "holdout":  # the variant of what was learnt from says the share
-            held = printable(self.facts.get("variant") or "").replace("without the ", "")
+            held = str(self.facts.get("variant") or "").replace("without the ", "")
             return f"{self.name}, {held if held.endswith('held out') else 'held out'}"
         return f"{self.name} {self.evaluated}{self.data.removeprefix(self.name)}"
 
@@ -118,18 +120,8 @@ def spread(rows: Sequence[Any], most: int) -> list[Any]:
 
 
 def named(classes: Sequence[str], label: int) -> str:
-    return printable(classes[label]) if label < len(classes) else f"class {label}"
-
-
-def printable(text: Any) -> str:
-    """Anyone's text, without what a file cannot hold and what turns lines around."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
-
-
-def short(text: str, most: int = 26) -> str:
-    """The middle is left out: names that are long are often told apart by their ends."""
-    tail = most // 3
-    return text if len(text) <= most else f"{text[: most - tail - 1]}…{text[-tail:]}"
+    """The class, no longer than a page has room for."""
+    return short(classes[label], WIDE) if label < len(classes) else f"class {label}"
 
 
 def in_time(seconds: float) -> str:

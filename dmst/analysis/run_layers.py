@@ -5,12 +5,12 @@ that no image chose.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 from statistics import mean
 
 from dmst.analysis.charts import Line, line_chart
 from dmst.analysis.report import table
 from dmst.analysis.run_journal import MOST_POINTS, WEIGHTS, Event, Run, number, numbers, side_by_side, spread
+from dmst.words import html
 
 
 def over_time(run: Run) -> str:
@@ -49,9 +49,9 @@ def _layers_in_words(run: Run, last: Event) -> str:
         "<p>A <b>rate</b> is the number of nats needed to encode the tokens that a layer reads. The <b>coding rate</b> encodes "
         "all tokens as one group."
     )
-    where = f" Measured on {last['images']:,} images of {escape(run.seen)} with {WEIGHTS[run.final]}."
+    where = f" Measured on {last['images']:,} images of {html(run.seen)} with {WEIGHTS[run.final]}."
     if "variational" not in last:
-        return told + f"{where} {escape(run.operator)} computes no memberships: it has no other rate, and no maps.</p>"
+        return told + f"{where} {html(run.operator)} computes no memberships: it has no other rate, and no maps.</p>"
     told += " The <b>variational rate</b> encodes them in the subspaces of the layer's heads, weighted by their memberships."
     if "active" in last:
         lost, total = sum(map(len, last["never"])), sum(last["heads"])

@@ -8,7 +8,6 @@ mistakes(sample, seen)                     the surest first
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from torch import Tensor
 from dmst.analysis.membership import Pixels, colour, fit, maps
 from dmst.analysis.probes import only_looking
 from dmst.analysis.report import image, ramp, tabs
-from dmst.analysis.run_journal import named, short, spread
+from dmst.analysis.run_journal import WIDE, named, spread
 from dmst.models import Trace, VisionModel
+from dmst.words import html, short
 
 MOST_IMAGES = 8  # drawn in a section
 MOST_LAYERS = 12  # across the page
@@ -39,18 +39,18 @@ class Sample:
         self.sure, self.says = logits.softmax(-1).max(-1)
 
     def name(self, i: int) -> str:
-        return short(self.titles[i] if self.titles else named(self.classes, int(self.labels[i])))
+        return short(self.titles[i], WIDE) if self.titles else named(self.classes, int(self.labels[i]))
 
     def figure(self, i: int, size: int) -> str:
         """HTML: image i, what it is, and what it is read as."""
         pixels = pixels_of(self.images[i], self.model.pretrained_cfg)
         drawn = image(fit(pixels, size) if max(pixels.shape) > size else pixels, f"image {i + 1}, {self.name(i)}", size)
-        said = short(named(self.classes, int(self.says[i])))
-        told = f"predicted {escape(said)}, {self.sure[i]:.0%}"
+        said = named(self.classes, int(self.says[i]))
+        told = f"predicted {html(said)}, {self.sure[i]:.0%}"
         label = "" if self.titles else "label "
         answer = int(self.says[i])
-        right = named(self.classes, answer) == self.titles[i] if self.titles else answer == int(self.labels[i])
-        told = told if right else f"{label}<b>{escape(self.name(i))}</b>: {told}"
+        right = said == self.name(i) if self.titles else answer == int(self.labels[i])
+        told = told if right else f"{label}<b>{html(self.name(i))}</b>: {told}"
         caption = f'<figcaption class="note" style="overflow-wrap:anywhere">{told}</figcaption>'
         return f'<figure style="margin:0;flex:none;width:{size}px">{drawn}{caption}</figure>'
 
@@ -90,7 +90,7 @@ def memberships(sample: Sample, name: str = "image", *, explained: bool = True) 
 def mistakes(sample: Sample, seen: str) -> str:
     wrong = (sample.says != sample.labels).nonzero().flatten()
     surest = wrong[sample.sure[wrong].argsort(descending=True, stable=True)].tolist()[:MOST_IMAGES]
-    count = f"the first {len(sample.labels):,} images of {escape(seen)}"
+    count = f"the first {len(sample.labels):,} images of {html(seen)}"
     if not surest:
         return f"<p>The network predicts all of {count} correctly.</p>"
     rest = f" Shown: the {len(surest)} with the highest confidence (the percentage)." if len(wrong) > len(surest) else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -27,8 +26,6 @@ from dmst.analysis.run_journal import (
     named,
     numbers,
     percent,
-    printable,
-    short,
     side_by_side,
     signal_name,
     spread,
@@ -37,6 +34,7 @@ from dmst.analysis.run_journal import (
 from dmst.analysis.run_layers import over_time
 from dmst.analysis.run_pictures import Sample, memberships, mistakes
 from dmst.models import VisionModel
+from dmst.words import html, short
 
 MOST_CLASSES = 40
 MOST_NAMED = 10  # images that were left out
@@ -69,9 +67,7 @@ def write_run_report(
         "Settings and versions": _made(run, recipe),
     }
     sections = [Section(title, body) for title, body in bodies.items() if body]
-    title = short(f"{run.model} on {run.name if run.evaluated == 'holdout' else run.data}", 80).replace(
-        "_", "_\N{ZERO WIDTH SPACE}"
-    )  # where a phone may break it
+    title = short(f"{run.model} on {run.name if run.evaluated == 'holdout' else run.data}", 80)
     return write_report(path, title, _lead(run) + _look_at(sections), sections)
 
 
@@ -89,12 +85,12 @@ def run_sections(
 def _lead(run: Run) -> str:
     score, epochs = run.scores.get(run.final), run.recipe.get("schedule", {}).get("epochs")
     init, batch = run.recipe.get("model", {}).get("init_from"), run.recipe.get("run", {}).get("batch_size", math.nan)
-    origin = f"from the weights of {escape(printable(init))}" if init else "from scratch"
+    origin = f"from the weights of {html(init)}" if init else "from scratch"
     told = (
         "This is the report of a training run. "
-        f"<b>{escape(run.model)}</b> was trained {origin} on {run.facts.get('train_images', 0):,} images of {escape(run.data)}"
+        f"<b>{html(run.model)}</b> was trained {origin} on {run.facts.get('train_images', 0):,} images of {html(run.data)}"
         f", for {epochs or '?'} epoch{'s' * (epochs != 1)}. It was "
-        + (f"evaluated on {score['images']:,} images ({escape(run.seen)})." if score else "not evaluated.")
+        + (f"evaluated on {score['images']:,} images ({html(run.seen)})." if score else "not evaluated.")
     )
     figures = []
     if score:
@@ -156,7 +152,7 @@ def _learning(run: Run) -> str:
         line_chart([rates], "epoch", "learning rate (x 0.001)", digits=4, whole_x=whole),
         line_chart([norms], "epoch", "gradient norm", digits=3, whole_x=whole),
     ]
-    evaluated = f"<p>Evaluated on {escape(run.seen)}.</p>" if run.scores else ""
+    evaluated = f"<p>Evaluated on {html(run.seen)}.</p>" if run.scores else ""
     return (
         evaluated + side_by_side(charts) + '<p class="note">Do not compare the training line with an evaluation line: during '
         "training, images may be augmented and mixed, and labels smoothed (see the recipe). A band goes from the lowest to the "
@@ -169,7 +165,7 @@ def _by_class(run: Run) -> str:
     found = sorted((right / count, i, right, count) for i, (right, count) in enumerate(counts) if count)
     if not found:
         return ""
-    rows = [(short(named(run.classes, i)), f"{share:.1%}", f"{right:,} of {count:,}") for share, i, right, count in found]
+    rows = [(named(run.classes, i), f"{share:.1%}", f"{right:,} of {count:,}") for share, i, right, count in found]
     rows = rows[:MOST_CLASSES]
     half = len(rows) if len(rows) <= 5 else math.ceil(len(rows) / 2)
     which = (
@@ -180,18 +176,18 @@ def _by_class(run: Run) -> str:
     empty = len(counts) - len(found)
     halves = [f"<div>{table(('class', 'accuracy', 'correct'), some)}</div>" for some in (rows[:half], rows[half:]) if some]
     return (
-        f"<p>{which}: {WEIGHTS[run.final]} on {escape(run.seen)}. Mean over the classes: {mean(row[0] for row in found):.2%}."
+        f"<p>{which}: {WEIGHTS[run.final]} on {html(run.seen)}. Mean over the classes: {mean(row[0] for row in found):.2%}."
         f"{f' Classes without images: {empty:,}.' if empty else ''}</p>{side_by_side(halves)}"
     )
 
 
 def _happened(run: Run) -> str:
     told = list(_interruptions(run))
-    bad = [f"<code>{escape(printable(name))}</code>" for name in run.facts.get("bad_images") or []]
+    bad = [f"<code>{html(name)}</code>" for name in run.facts.get("bad_images") or []]
     if bad:
         rest = [f"and {len(bad) - MOST_NAMED:,} more"] if len(bad) > MOST_NAMED else []
         told.append(f"{len(bad):,} training images could not be read and were left out:{_list(bad[:MOST_NAMED] + rest)}")
-    told += [escape(printable(note)) for note in run.facts.get("notes") or []]
+    told += [html(note) for note in run.facts.get("notes") or []]
     return _list(told) if told else ""
 
 
@@ -201,11 +197,11 @@ def _interruptions(run: Run) -> Iterator[str]:
         at = f"{when(event.get('time'))}, step {event.get('step', 0):,}"
         if event.get("event") == "stopped":
             went_on = f"; continued, next entry at {when(after.get('time'))}" if after else ""
-            reason = printable(event.get("reason") or "").rstrip(".")  # of a run that was ended by what its layers did
-            by = f"ended: {escape(reason)}" if reason else f"stopped by {signal_name(event.get('signal'))}"
+            reason = str(event.get("reason") or "").rstrip(".")  # of a run that was ended by what its layers did
+            by = f"ended: {html(reason)}" if reason else f"stopped by {signal_name(event.get('signal'))}"
             yield f"{at}: {by}{went_on}."
         if event.get("event") == "start" and event is not run.starts[0]:
-            changes = [f"<code>{escape(printable(line))}</code>" for line in event.get("changed") or []]
+            changes = [f"<code>{html(line)}</code>" for line in event.get("changed") or []]
             yield f"{at}: continued with a changed recipe.{_list(changes)}"
 
 
@@ -220,16 +216,16 @@ def _made(run: Run, recipe: str) -> str:
         "steps": f"{run.steps[-1]['step']:,} of {facts.get('steps', 0):,}" if run.steps else "none",
         "started, duration": f"{when(times[0])}, {in_time(times[-1] - times[0])} including pauses" if times else "?",
         "checkpoints": str(run.checkpoints),
-        "device": f"{printable(facts.get('device', '?'))}; {count} process{'es' * (count != 1)}",
-        "image loading": printable(facts.get("path", "?")),
-        "seed, mixed precision": f"{settings.get('seed', '?')}, {printable(settings.get('amp', '?'))}",
-        "versions": printable(", ".join(f"{name} {version}" for name, version in (facts.get("versions") or {}).items())),
-        "recipe (sha256)": printable(facts.get("recipe", "?")),
+        "device": f"{facts.get('device', '?')}; {count} process{'es' * (count != 1)}",
+        "image loading": str(facts.get("path", "?")),
+        "seed, mixed precision": f"{settings.get('seed', '?')}, {settings.get('amp', '?')}",
+        "versions": ", ".join(f"{name} {version}" for name, version in (facts.get("versions") or {}).items()),
+        "recipe (sha256)": str(facts.get("recipe", "?")),
     }
-    text = "\n".join(map(printable, recipe.splitlines()))
+    text = "\n".join(map(html, recipe.splitlines()))
     return (
         table(("setting", "value"), list(rows.items())) + '<details style="margin:16px 0"><summary>The full recipe</summary>'
-        f'<div class="scroll"><pre>{escape(text)}</pre></div></details>'
+        f'<div class="scroll"><pre>{text}</pre></div></details>'
         '<p class="note">All numbers are in <code>journal.jsonl</code> next to this page. Load the network with '
         "<code>dmst.load_model</code> from <code>final/</code>.</p>"
     )

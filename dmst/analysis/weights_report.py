@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 
 import torch
@@ -24,10 +23,11 @@ from dmst.analysis.membership import gate_by_class
 from dmst.analysis.rate_page import WHERE
 from dmst.analysis.rates import LayerRates, rates_at
 from dmst.analysis.report import Section, table, tiles, write_report
-from dmst.analysis.run_journal import named, short, side_by_side
+from dmst.analysis.run_journal import named, side_by_side
 from dmst.analysis.run_pictures import Sample, memberships
 from dmst.calibration import Measured
 from dmst.models import VisionModel
+from dmst.words import html, short
 
 MOST_CLASSES = 40  # in a table
 MOST_PAIRS = 20  # that are confused
@@ -77,7 +77,7 @@ def write_weights_report(
         short(f"{weights}: network report", 80),
         _lead(model, measured, name),
         sections,
-        f"<p>How rates are measured: {escape(rates['input'].convention)}.</p>",
+        f"<p>How rates are measured: {html(rates['input'].convention)}.</p>",
     )
 
 
@@ -99,13 +99,13 @@ def _lead(model: VisionModel, measured: Measured | None, name: str) -> str:
     else:
         told.append(f"All numbers and pictures are of {name}.")
     figures.append((f"{sum(p.numel() for p in model.parameters()):,}", "parameters"))
-    return f"<p>{escape(' '.join(told))}</p>{tiles(figures)}"
+    return f"<p>{html(' '.join(told))}</p>{tiles(figures)}"
 
 
 def _by_class(measured: Measured, classes: Sequence[str]) -> str:
     of, right = measured.confusion.sum(1), measured.confusion.diagonal()
     rows = sorted((right[i].item() / of[i].item(), i) for i in range(len(classes)) if of[i])
-    shown = [(short(named(classes, i)), f"{share:.1%}", f"{right[i]:,} of {of[i]:,}") for share, i in rows[:MOST_CLASSES]]
+    shown = [(named(classes, i), f"{share:.1%}", f"{right[i]:,} of {of[i]:,}") for share, i in rows[:MOST_CLASSES]]
     which = f"{len(shown)} of {len(rows)} classes" if len(shown) < len(rows) else "All classes"
     half = -(-len(shown) // 2) if len(shown) > 5 else len(shown)
     halves = [f"<div>{table(('class', 'accuracy', 'correct'), some)}</div>" for some in (shown[:half], shown[half:]) if some]
@@ -122,7 +122,7 @@ def _confused(measured: Measured, classes: Sequence[str]) -> str:
     counts.fill_diagonal_(0)
     order = counts.flatten().argsort(descending=True, stable=True)[:MOST_PAIRS]
     pairs = [(int(i) // len(classes), int(i) % len(classes)) for i in order if counts.flatten()[i] > 0]
-    rows = [(short(named(classes, a)), short(named(classes, b)), f"{counts[a, b]:.0f}") for a, b in pairs]
+    rows = [(named(classes, a), named(classes, b), f"{counts[a, b]:.0f}") for a, b in pairs]
     return f"<p>The {len(rows)} most frequent mistakes.</p>" + table(("label", "prediction", "images"), rows)
 
 
@@ -158,7 +158,7 @@ def _rates(rates: Mapping[str, LayerRates]) -> str:
         "variational": "The <b>variational rate</b> is the cost in the subspaces of the layer's heads, weighted by memberships "
         "and gates; a head that is off costs nothing.",
         "complete": "The <b>complete rate</b> also counts what lies outside the subspaces.",
-        "coding": f"The <b>coding rate</b> encodes all tokens as one group. {escape(rates['input'].missing)}",
+        "coding": f"The <b>coding rate</b> encodes all tokens as one group. {html(rates['input'].missing)}",
     }
     return (
         "<p>A <b>rate</b> is the number of nats needed to encode the tokens of an image (1 nat = 1.44 bits). "
@@ -170,7 +170,7 @@ def _rates(rates: Mapping[str, LayerRates]) -> str:
 def _certificate(found: Certificate) -> str:
     layers = [layer for layer in found.layers if layer is not None]
     if not layers:
-        return f"<p>{escape(' '.join(found.sentences()))}</p>"
+        return f"<p>{html(' '.join(found.sentences()))}</p>"
     rows = []
     for layer in layers:
         mean = {name: numbers.mean for name, numbers in layer.total.items()}
@@ -193,7 +193,7 @@ def _certificate(found: Certificate) -> str:
         + table(columns, rows)
         + "<p>“Change by its step” keeps memberships and gates fixed. “Change after norm” is what the layer would measure if "
         "it read its own result: normed, with memberships and gates computed again.</p>"
-        f'<p class="note">{escape(found.convention)}.</p>'
+        f'<p class="note">{html(found.convention)}.</p>'
     )
 
 
@@ -225,7 +225,7 @@ def _gallery(
         kinds = {"Correct, highest confidence": order[right], "Wrong, highest confidence": order[~right]}
     if titles:
         others = ", ".join(title for title in titles if title not in classes)
-        told = f" It has no class for: {escape(others)}. Its predictions for these are wrong." if others else ""
+        told = f" It has no class for: {html(others)}. Its predictions for these are wrong." if others else ""
         yield f"<p>The network always predicts one of its {len(classes)} classes.{told}</p>"
     explained = True
     for title, which in kinds.items():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from rich.table import Table
+from rich.text import Text
 
 from dmst.bench.record import Row, find
 
@@ -126,7 +127,7 @@ def model_applies(rows: list[Row]) -> bool:
 
 def table(found: list[Point], about: str = "fused DMSA, graph replay, bfloat16, width 384") -> Table:
     shown = Table("target", "reached", "must", "", "goal", "", title=f"targets: {about}")
-    marks = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
+    marks = {True: Text("yes", "green"), False: Text("no", "red"), None: Text()}
     for point in found:
         value = "not measured" if point.value is None else f"{point.value:.3g}"
         goal = "" if point.goal is None else f"{point.goal_rule} {point.goal:g}"

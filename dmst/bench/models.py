@@ -10,8 +10,7 @@ import json
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from dmst import provenance
 from dmst.bench import acceptance, layers, model_figure, model_tables, networks, operators, record
@@ -19,6 +18,7 @@ from dmst.bench.model_plan import DTYPES, Task, plan
 from dmst.bench.model_row import KEYS, UNITS, Setting, measured
 from dmst.bench.plan import DTYPE
 from dmst.errors import DmstError, OptionError, choose
+from dmst.terminal import Terminal
 
 ABOUT = "whole networks, 224 pixels, bfloat16"
 
@@ -47,14 +47,14 @@ def measure_all(
     earlier = read(str(path))[1] if add and path.exists() else []
     book = record.Book(path, record.facts(device, setting.commit, UNITS), earlier)
     name = provenance.device_name(device)
-    said.print(f"[bold]dmst bench models[/]: {escape(name)}, {named}; {len(tasks)} rows to {escape(str(path))}")
+    said.print(Text.assemble(("dmst bench models", "bold"), f": {name}, {named}; {len(tasks)} rows to {path}"))
     for what, why in left.items():
-        said.print(escape(f"left out: {what}: {why}"), soft_wrap=True)
+        said.print(f"left out: {what}: {why}", soft_wrap=True)
     unmeasured = _run(setting, tasks, book, said, limit)
     for table in model_tables.summary(book.rows):
         said.print(table)
     for task in unmeasured:
-        said.print(escape(f"no time was left for {task}"))
+        said.print(f"no time was left for {task}")
     if device.type == "cpu":
         said.print("Images a second of this machine count only as ratios within this run.")
     if acceptance.model_applies(book.rows):
@@ -62,12 +62,12 @@ def measure_all(
     stem = Path(figure_stem) if figure_stem else path.with_suffix("") if device.type == "cuda" else None
     if stem:
         try:
-            said.print(escape("figure: " + ", ".join(map(str, model_figure.draw(book.rows, stem, name)))), soft_wrap=True)
+            said.print("figure: " + ", ".join(map(str, model_figure.draw(book.rows, stem, name))), soft_wrap=True)
         except DmstError as error:  # the rows are safe; `dmst bench figure` can draw them elsewhere
-            said.print(escape(f"no figure: {error}"), soft_wrap=True)
+            said.print(f"no figure: {error}", soft_wrap=True)
     wrong = [row for row in book.rows if str(row["failure"]).startswith(record.PARITY)]
     for row in wrong:
-        said.print(f"[bold red]{escape(row['what'])} {row['mode']}, {row['pixels']} pixels: {escape(row['failure'])}[/]")
+        said.print(f"{row['what']} {row['mode']}, {row['pixels']} pixels: {row['failure']}", style="bold red")
     return 1 if wrong else 0
 
 
@@ -89,7 +89,7 @@ def check(file: str, readme: str | None = None) -> int:
     found = acceptance.model_points(rows)
     said.print(acceptance.table(found, ABOUT))
     if readme and not model_tables.into(Path(readme), rows):
-        said.print(escape(f"{readme} has no marks ({model_tables.BEGIN}): it is as it was."), soft_wrap=True)
+        said.print(f"{readme} has no marks ({model_tables.BEGIN}): it is as it was.", soft_wrap=True)
     return 0 if all(point.kept for point in found) else 1
 
 
@@ -97,11 +97,11 @@ def draw(file: str, stem: str) -> int:
     """The figure, from a file of rows."""
     facts, rows = read(file)
     for path in model_figure.draw(rows, Path(stem), str(facts.get("device", ""))):
-        operators.console().print(escape(str(path)), soft_wrap=True)
+        operators.console().print(str(path), soft_wrap=True)
     return 0
 
 
-def _run(setting: Setting, tasks: list[Task], book: record.Book, said: Console, limit: float | None) -> list[Task]:
+def _run(setting: Setting, tasks: list[Task], book: record.Book, said: Terminal, limit: float | None) -> list[Task]:
     """Measure the tasks, a line each; returns those for which the time did not last."""
     fallen: dict[str, str] = {}
     begun = time.monotonic()
@@ -112,5 +112,5 @@ def _run(setting: Setting, tasks: list[Task], book: record.Book, said: Console, 
         book.add(row)
         rates = row["failure"] or f"{row['inference']:,.0f} / {row['training']:,.0f} images a second, {row['kernel']}"
         at = f"{time.monotonic() - begun:5.0f} s"
-        said.print(escape(f"{at}  {task!s:<52} {rates}"), soft_wrap=True, highlight=False)
+        said.print(f"{at}  {task!s:<52} {rates}", soft_wrap=True)
     return []

@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from dmst import provenance
 from dmst.bench import acceptance, figure, layers, record, tables
 from dmst.bench.measure import Known, measure
 from dmst.bench.plan import DTYPE, MODES, SHAPES, Setting, Task, parse_names, parse_shapes, plan
 from dmst.errors import DmstError, OptionError, choose
+from dmst.terminal import Terminal
 
 WIDTH = 120  # of what is printed where there is no terminal
 
 
-def console() -> Console:
-    plain = Console()
-    return plain if plain.is_terminal else Console(width=WIDTH)
+def console() -> Terminal:
+    plain = Terminal()
+    return plain if plain.is_terminal else Terminal(width=WIDTH)
 
 
 def measure_all(
@@ -59,11 +59,10 @@ def measure_all(
         raise OptionError(f"{path} holds rows of another width or dtype: give this run a file of its own (--out).")
     book = record.Book(path, record.facts(device, setting.commit), earlier or None)
     name = provenance.device_name(device)
-    said.print(
-        f"[bold]dmst bench operators[/]: {escape(name)}, {setting.dtype}, width {dim}; {len(tasks)} rows to {escape(str(path))}"
-    )
+    told = f": {name}, {setting.dtype}, width {dim}; {len(tasks)} rows to {path}"
+    said.print(Text.assemble(("dmst bench operators", "bold"), told))
     for what, why in left.items():
-        said.print(escape(f"left out: {what}: {why}"), soft_wrap=True)
+        said.print(f"left out: {what}: {why}", soft_wrap=True)
     unmeasured = _run(setting, tasks, book, said, limit)
     for table in tables.summary(book.rows):
         said.print(table)
@@ -78,9 +77,8 @@ def measure_all(
         _figure(book.rows, stem, name, said)
     wrong = [row for row in book.rows if str(row.get("failure")).startswith(record.PARITY)]
     for row in wrong:
-        said.print(
-            f"[bold red]{row['what']} {row['backend']} {row['mode']}, {row['B']} x {row['N']}: {escape(row['failure'])}[/]"
-        )
+        where = f"{row['what']} {row['backend']} {row['mode']}, {row['B']} x {row['N']}"
+        said.print(f"{where}: {row['failure']}", style="bold red")
     return 1 if wrong else 0
 
 
@@ -90,7 +88,7 @@ def check(file: str, readme: str | None = None) -> int:
     found = acceptance.points(rows)
     said.print(acceptance.table(found))
     if readme and not tables.into(Path(readme), rows):
-        said.print(escape(f"{readme} has no marks ({tables.BEGIN}): it is as it was."), soft_wrap=True)
+        said.print(f"{readme} has no marks ({tables.BEGIN}): it is as it was.", soft_wrap=True)
     return 0 if all(point.kept for point in found) else 1
 
 
@@ -98,7 +96,7 @@ def draw(file: str, stem: str) -> int:
     """The figure, from a file of rows."""
     facts, rows = record.read(Path(file))
     for path in figure.draw(rows, Path(stem), str(facts.get("device", ""))):
-        console().print(escape(str(path)), soft_wrap=True)
+        console().print(str(path), soft_wrap=True)
     return 0
 
 
@@ -106,18 +104,18 @@ def device_here() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _figure(rows: list[record.Row], stem: Path, device: str, said: Console) -> None:
+def _figure(rows: list[record.Row], stem: Path, device: str, said: Terminal) -> None:
     try:
         paths: list[Any] = figure.draw(rows, stem, device)
-        said.print(escape("figure: " + ", ".join(map(str, paths))), soft_wrap=True)
+        said.print("figure: " + ", ".join(map(str, paths)), soft_wrap=True)
     except DmstError as error:  # the rows are safe; `dmst bench figure` can draw them elsewhere
-        said.print(escape(f"no figure: {error}"), soft_wrap=True)
+        said.print(f"no figure: {error}", soft_wrap=True)
 
 
-def _run(setting: Setting, tasks: list[Task], book: record.Book, said: Console, limit: float | None) -> list[Task]:
+def _run(setting: Setting, tasks: list[Task], book: record.Book, said: Terminal, limit: float | None) -> list[Task]:
     """Measure the tasks, a line each; returns those for which the time did not last."""
     known, begun = Known(), time.monotonic()
-    columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:<40}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=said, transient=True) as progress:
         bar = progress.add_task("", total=len(tasks))
         for done, task in enumerate(tasks):
@@ -128,6 +126,6 @@ def _run(setting: Setting, tasks: list[Task], book: record.Book, said: Console, 
             book.add(row)
             times = row["failure"] or f"{row['forward_ms']:.4g} / {row['train_ms']:.4g} ms, error {row['error']:.1e}"
             at = f"{time.monotonic() - begun:5.0f} s"
-            progress.console.print(escape(f"{at}  {task!s:<40} {times}"), soft_wrap=True, highlight=False)
+            progress.console.print(f"{at}  {task!s:<40} {times}", soft_wrap=True)
             progress.update(bar, advance=1)
     return []

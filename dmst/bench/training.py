@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from dmst import provenance, whole
@@ -29,6 +28,7 @@ from dmst.engine.distributed import Group, joined
 from dmst.engine.recipe import Recipe, read_recipe
 from dmst.engine.several import Run
 from dmst.errors import DmstError
+from dmst.terminal import Terminal, say
 
 WARM = 12  # steps before the clock runs: compilation and recording are among them
 
@@ -54,7 +54,7 @@ def measure(
             more = [*changes, *(f"run.batch_size={size}" for size in batch)]
             recipes = [read_recipe(recipe, [*more, f"run.seed={asked.run.seed + i}"]) for i in range(count)]
             rows.append(_row(recipes, sets, group, seconds))
-            print(json.dumps(rows[-1]), flush=True)
+            say(json.dumps(rows[-1]))
             if out:
                 whole.write_text(Path(out), json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
     table = Table("runs", "batch", "images/s", "step, ms", "less input", "input", "share", "loss")
@@ -63,7 +63,7 @@ def measure(
         numbers = (f"{row[name]:.3f}" for name in ("step_ms", "fixed_ms", "input_ms"))
         table.add_row(str(row["runs"]), str(row["batch"]), f"{row['images_per_s']:,.0f}", *numbers, share, f"{row['loss']:.3f}")
     run = asked.run
-    console = Console()
+    console = Terminal()
     console.print(f"{asked.model.name} on {facts['data']} {facts['variant']}, amp {run.amp}, {facts['device']}")
     console.print(table)
     return 0

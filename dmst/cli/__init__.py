@@ -27,24 +27,55 @@ dmst doctor                   what is installed, which kernels run here, and whe
 from __future__ import annotations
 
 import inspect
+import io
 import platform
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from dmst.cli import analyze, bench, classify, data, explore, report, reproduce, train
 from dmst.cli.imported import import_module
+from dmst.terminal import Terminal, say
+from dmst.words import lines
 
 IMPORTS = typer.Option(
     [], "--import", metavar="MODULE", help="Import a module or a .py file first, to use its operators. Repeatable."
 )
 
+USAGE: Any = typer.BadParameter.__base__  # UsageError, of click or of typer's own copy of it
+WARNING = warnings.formatwarning
+
+
+@contextmanager
+def _quoted() -> Iterator[None]:
+    """What was typed wrong is quoted so that it can be shown."""
+    try:
+        yield
+    except USAGE as error:
+        error.message = lines(error.message)
+        raise
+
+
+class _Group(TyperGroup):
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _quoted():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _quoted():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
-    name="dmst", help="Train, use and look inside white-box vision transformers.", no_args_is_help=True, add_completion=False
-)
+    name="dmst", help="Train, use and look inside white-box vision transformers.", no_args_is_help=True, add_completion=False,
+    cls=_Group,
+)  # fmt: skip
 
 
 def _version(asked: bool) -> None:
@@ -53,7 +84,7 @@ def _version(asked: bool) -> None:
 
         import dmst
 
-        typer.echo(f"dmst {dmst.__version__}  torch {torch.__version__}  Python {platform.python_version()}")
+        say(f"dmst {dmst.__version__}  torch {torch.__version__}  Python {platform.python_version()}")
         raise typer.Exit
 
 
@@ -80,10 +111,9 @@ def operators() -> None:
         options = [
             f"{p.name}={p.default!r}" for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("device", "dtype")
         ]
-        table.add_row(name, escape(headline), escape(", ".join(options)))
-    Console().print(table)
-    for problem in problems:
-        typer.secho(problem, fg="yellow", err=True)
+        table.add_row(name, headline, ", ".join(options))
+    Terminal().print(table)
+    say(*problems, err=True, style="yellow")
 
 
 def models(
@@ -102,13 +132,13 @@ def models(
     from dmst.models import shipped as ours
 
     if card:
-        typer.echo(ours.card(card))
+        say(*ours.card(card).splitlines())
         return
     if shipped or verify:
         for name in ours.SHIPPED:
             told = f"ok, answers within {ours.verify(name):.1e} of the stored ones" if verify else ours.measured(name)
-            typer.echo(f"{name}: {told}")
-        typer.echo("`dmst models --card NAME` prints the model card: data, recipe, accuracy by class, limits.")
+            say(f"{name}: {told}")
+        say("`dmst models --card NAME` prints the model card: data, recipe, accuracy by class, limits.")
         return
 
     def count(name: str, classes: int) -> str:
@@ -117,18 +147,16 @@ def models(
 
     names = list_models(pattern)
     if not names:
-        typer.secho(f"No network matches {pattern!r}. `dmst models` lists them all.", fg="red", err=True)
+        say(f"No network matches {pattern!r}. `dmst models` lists them all.", err=True, style="red")
         raise typer.Exit(1)
     row = "{:<23} {:<5} {:>4} {:>5} {:>5} {:>6} {:>11} {:>12}".format  # plain lines of 78 columns: for eyes and for grep
-    typer.echo(row("network", "layer", "dim", "depth", "heads", "tokens", "10 classes", "1000 classes"))
+    say(row("network", "layer", "dim", "depth", "heads", "tokens", "10 classes", "1000 classes"))
     for name in names:
         config = model_config(name)
         tokens = config.prefix + config.grid[0] * config.grid[1]
         shape = (config.operator, config.dim, config.depth, config.num_heads, tokens)
-        typer.echo(row(name, *shape, count(name, 10), count(name, 1000)) + " *" * (name in ours.SHIPPED))
-    typer.echo(
-        "Last columns: parameters, with the classifier. You may leave _patch16_224 out of a name. *: weights ship (--shipped)."
-    )
+        say(row(name, *shape, count(name, 10), count(name, 1000)) + " *" * (name in ours.SHIPPED))
+    say("Last columns: parameters, with the classifier. You may leave _patch16_224 out of a name. *: weights ship (--shipped).")
 
 
 def demo(
@@ -151,7 +179,7 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print the result 
     from dmst import doctor as office
 
     report = office.diagnose()
-    typer.echo(office.as_json(report)) if as_json else office.show(report)
+    say(*office.as_json(report).splitlines()) if as_json else office.show(report)
     raise typer.Exit(0 if report.well else 1)
 
 
@@ -174,8 +202,12 @@ def main() -> None:
     """The command: an error of ours is one line for a person, and its exit code."""
     from dmst.errors import DmstError
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+    warnings.formatwarning = lambda *told, **more: lines(WARNING(*told, **more))
     try:
         app()
     except DmstError as error:
-        typer.secho(str(error), fg="red", err=True)
+        say(*str(error).split("\n"), err=True, style="red")
         raise SystemExit(error.exit_code) from None

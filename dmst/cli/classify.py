@@ -8,6 +8,9 @@ from pathlib import Path
 
 import typer
 
+from dmst.terminal import say
+from dmst.words import fitting, short
+
 PHOTOS = typer.Argument(help="Image files, or folders of them.")
 
 
@@ -58,19 +61,23 @@ def classify(
                 assert answer.trace is not None and answer.image is not None
                 picture = png(sheet(answer.trace, answer.image, layer, gradients=gradient_map(model, answer.image)))
                 told["maps"] = str(write_bytes(Path(maps) / pictures[answer.path], picture))
-            typer.echo(json.dumps(told, ensure_ascii=False) if as_json else _line(told))
+            say(json.dumps(told) if as_json else _line(told))
     if failed:
         raise typer.Exit(1)
 
 
 def _names(paths: list[Path]) -> dict[Path, str]:
     """What each photo's picture is called: the photo's name, numbered where two have the same."""
-    count = Counter(path.name for path in paths)
-    return {path: f"{path.name}.png" if count[path.name] == 1 else f"{path.name}-{i + 1}.png" for i, path in enumerate(paths)}
+    names = [fitting(path.name) for path in paths]
+    count = Counter(names)
+    return {
+        path: f"{name}.png" if count[name] == 1 else f"{name}-{i + 1}.png"
+        for i, (path, name) in enumerate(zip(paths, names, strict=True))
+    }
 
 
 def _line(told: dict) -> str:
     if "problem" in told:
         return told["problem"]
-    share = "   ".join(f"{each['class']} {each['probability']:.1%}" for each in told["top"])
+    share = "   ".join(f"{short(each['class'])} {each['probability']:.1%}" for each in told["top"])
     return f"{told['photo']}: {share}" + (f"   ({told['maps']})" if "maps" in told else "")

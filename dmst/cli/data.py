@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
+
+from dmst.terminal import Terminal, say
+from dmst.words import visible
 
 if TYPE_CHECKING:
     from dmst.data.catalog import Entry
@@ -44,9 +46,8 @@ def data_list(data_dir: str = typer.Option(None, envvar="DMST_DATA", help=HELP))
     for name, entry in CATALOG.items():
         images = " + ".join(f"{count:,}" for count in entry.counts.values())
         rows.append((name, images, str(_number_of_classes(entry)), _here(name, entry, folder)))
-    console = Console(highlight=False)
-    console.print(_grid(("name", "train + test", "classes", "in the data folder"), rows))
-    console.print(f"Data folder: {escape(data_dir)}" if data_dir else NO_FOLDER, soft_wrap=True)
+    Terminal().print(_grid(("name", "train + test", "classes", "in the data folder"), rows))
+    say(f"Data folder: {data_dir}" if data_dir else NO_FOLDER)
 
 
 @app.command("info")
@@ -68,16 +69,16 @@ def data_info(
     from dmst.data.catalog import CATALOG
     from dmst.data.formats import SPLITS
 
-    console, folder, entry = Console(highlight=False), _folder(data_dir), CATALOG.get(name)
+    console, folder, entry = Terminal(), _folder(data_dir), CATALOG.get(name)
     if entry is None:
         found = [_opened(name, split, folder) for split in SPLITS]
         if not any(sound for _, sound in found):
             raise typer.BadParameter(found[0][0], param_hint="NAME")
         console.print(_grid(("", ""), zip(SPLITS, (told for told, _ in found), strict=True)))
         return
-    console.print(f"[bold]{escape(entry.title)}[/]  {escape(name)}", _grid(("", ""), _facts(name, entry)), "", sep="\n")
+    console.print(Text.assemble((entry.title, "bold"), f"  {name}"), _grid(("", ""), _facts(name, entry)), "", sep="\n")
     if folder is None and entry.built_in is None:
-        console.print(NO_FOLDER, soft_wrap=True)
+        say(NO_FOLDER)
         return
     rows, well = [], True
     for split in entry.counts:
@@ -89,7 +90,7 @@ def data_info(
         where = [f"{place[1]}, {place[0].what}"] if place else ["in scikit-learn"]
         rows.append((split, "\n".join([*where, *([told] if told else [])])))
         well &= sound
-    console.print("[bold]In the data folder[/]", _grid(("", ""), rows), sep="\n")
+    console.print(Text("In the data folder", "bold"), _grid(("", ""), rows), sep="\n")
     raise typer.Exit(0 if well else 1)
 
 
@@ -115,14 +116,13 @@ def data_fetch(
     from dmst.data.catalog import CATALOG
     from dmst.data.fetch import fetch
 
-    console = Console(highlight=False)
     if name in CATALOG and CATALOG[name].fetched:
         entry = CATALOG[name]
-        console.print(_grid(("", ""), [("dataset", entry.title), ("licence", entry.licence), ("cite", entry.citation)]))
+        Terminal().print(_grid(("", ""), [("dataset", entry.title), ("licence", entry.licence), ("cite", entry.citation)]))
     with _progress() as tick:
         paths = fetch(name, data_dir, tick=tick, timeout=timeout)
     for path in paths:
-        console.print(f"[green]ready[/] {escape(str(path))}", soft_wrap=True)
+        Terminal().print(Text.assemble(("ready", "green"), f" {path}"), soft_wrap=True)
 
 
 @app.command("verify")
@@ -145,13 +145,11 @@ def data_verify(
 
     with _progress() as tick:
         verdicts = [verdict for each in ([name] if name else CATALOG) for verdict in verify(each, data_dir, tick=tick)]
-    console = Console(highlight=False)
     if not verdicts:
         what = f"no file of {name}" if name else "no file of a dataset"
-        told = f"{data_dir} has {what} with a known checksum. `dmst data list` shows what is there."
-        console.print(told, soft_wrap=True, markup=False)
+        say(f"{data_dir} has {what} with a known checksum. `dmst data list` shows what is there.")
         raise typer.Exit(1)
-    console.print(
+    Terminal().print(
         _grid(("", "file", ""), [("ok" if v.sound else "BAD", str(v.path.relative_to(data_dir)), v.told) for v in verdicts])
     )
     raise typer.Exit(0 if all(verdict.sound for verdict in verdicts) else 1)
@@ -182,7 +180,7 @@ def _opened(name: str, split: str, data_dir: Path | None) -> tuple[str, bool]:
     from dmst.errors import DmstError
 
     try:
-        with Console(stderr=True).status(f"opening {name} {split}"):
+        with Terminal(stderr=True).status(f"opening {visible(name)} {split}"):
             found = open_set(name, split, data_dir=data_dir)
     except DmstError as error:
         return str(error), False
@@ -223,7 +221,7 @@ def _grid(columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> Table:
     for column in columns:
         grid.add_column(column, overflow="fold", no_wrap=column is not columns[-1])
     for row in rows:
-        grid.add_row(*map(escape, row))
+        grid.add_row(*row)
     return grid
 
 
@@ -232,9 +230,9 @@ def _progress() -> Iterator[Tick]:
     """A bar for each thing that is done, on the error stream, where somebody looks."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    console, tasks = Console(stderr=True), dict[str, Any]()
+    console, tasks = Terminal(stderr=True), dict[str, Any]()
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(None),
         DownloadColumn(),
         TransferSpeedColumn(),
@@ -244,7 +242,7 @@ def _progress() -> Iterator[Tick]:
 
         def tick(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = progress.add_task(what, total=total)
+                tasks[what] = progress.add_task(visible(what), total=total)
             progress.update(tasks[what], completed=done)
 
         yield tick

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from dmst.terminal import say
+
 MODELS = typer.Option(
     ["dmst_cifar10", "tost_cifar10"],
     "--model",
@@ -32,4 +34,4 @@ def explore(
     from dmst.explorer.server import serve
 
     with joined(device) as group:
-        serve(model, host=host, port=port, browser=not no_open, device=group.device, tell=typer.echo)
+        serve(model, host=host, port=port, browser=not no_open, device=group.device, tell=say)

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import typer
 
+from dmst.terminal import say
+from dmst.words import fitting
+
 
 def report(
     weights: str = typer.Argument(
@@ -45,11 +48,11 @@ def report(
         model = read_weights(weights).to(group.device)
         before, after = run_sections(events, (run / RECIPE).read_text(encoding="utf-8"), model) if events else ((), ())
         looked = sample(model, data, run=run, split=split, data_dir=data_dir, limit=limit, device=group.device)
-        page = out or f"{run.resolve().name}-report.html"
+        page = out or f"{fitting(run.resolve().name)}-report.html"
         with counted(looked.name, 2 * looked.count) as tick:
             written = write_weights_report(
                 page, model, looked, looked.name, weights=run.name or weights, titles=looked.titles,
                 measured=shipped.measurement(weights) if weights in shipped.SHIPPED and not run.is_dir() else None,
                 before=before, after=after, tick=tick,
             )  # fmt: skip
-    typer.echo(f"{written}")
+    say(written)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.table import Table as Grid
+
+from dmst.terminal import Terminal, say
 
 CELLS = typer.Option([], "--cell", metavar="NAME", help="Only this cell of the table. Repeatable.")
 
@@ -59,11 +60,11 @@ def reproduce(
     if pack:
         written = packs.pack(Path(folder), kept, Path(pack))
         models = len(list(kept.glob("*/"))) if kept else 0
-        typer.echo(f"{written}: {len(ledger.read(Path(folder)))} runs, the weights of {models}")
+        say(f"{written}: {len(ledger.read(Path(folder)))} runs, the weights of {models}")
         return
     if unpack:
         got = packs.unpack(Path(unpack), Path(folder), kept)
-        typer.echo(f"Added {got.runs} runs and the weights of {got.weights}.")
+        say(f"Added {got.runs} runs and the weights of {got.weights}.")
         return
     lines = ledger.read(Path(folder))
     if listed:
@@ -71,7 +72,7 @@ def reproduce(
         for name, each in TABLES.items():
             done = sum(len(runs_of(each, cell, lines)) for cell in each.cells)
             grid.add_row(name, each.title, str(len(each.cells)), f"{done} of {sum(cell.seeds for cell in each.cells)}")
-        Console().print(grid)
+        Terminal().print(grid)
         return
     if not (table or every):
         raise OptionError("no table was named: choose one of `dmst reproduce --list`, or use --all.")
@@ -87,8 +88,8 @@ def reproduce(
             except DmstError as error:  # what did run is written all the same
                 failed.append(str(error))
         lines = ledger.read(Path(folder))
-        typer.echo(f"{write_text(Path(out) / f'{name}.md', markdown(name, lines))}")
+        say(write_text(Path(out) / f"{name}.md", markdown(name, lines)))
         if TABLES[name].marks:
-            typer.echo(f"{write_text(Path(out) / f'{name}.svg', figure.svg(name, lines))}")
+            say(write_text(Path(out) / f"{name}.svg", figure.svg(name, lines)))
     if failed:
         raise DmstError("\n".join(failed))

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
+
+from dmst.terminal import Terminal, say
+from dmst.words import short
 
 OUT = typer.Option(None, metavar="DIR", help="Folder of the run; runs/NAME if not given. A run that is in it goes on.")
 EPOCHS = typer.Option(None, min=1, help="Passes over the images. A long warm-up gets shorter with it.")
@@ -111,7 +113,7 @@ def train(
 
         page = write_run_report(result.folder / "report.html", result.journal, plan.to_toml(), result.model, result.sample)
         if not quiet:
-            Console().print(f"The report is {page}", soft_wrap=True, markup=False, highlight=False)
+            say(f"The report is {page}")
 
     run(
         plan, out, data_dir=data_dir, device=device, workers=workers, watch=watcher(quiet), probes=probes,
@@ -155,14 +157,14 @@ def evaluate(
     if as_json:
         told = {"weights": weights, "data": image_set.name, "split": image_set.split or "held out"}
         told |= {"variant": image_set.variant, **score.told()}
-        typer.echo(json.dumps(told | {"by_class": by_class}))
+        say(json.dumps(told | {"by_class": by_class}))
         return
-    typer.echo(f"{image_set}: {score.right:,} of {score.images:,} images right")
-    typer.echo(f"{score.words}, loss {score.loss:.4f}")
+    say(f"{image_set}: {score.right:,} of {score.images:,} images right")
+    say(f"{score.words}, loss {score.loss:.4f}")
     table = Table("class", "right", "of", "share")
     for name, (right, count) in by_class.items():
-        table.add_row(name, f"{right:,}", f"{count:,}", f"{right / count:.1%}" if count else "-")
-    Console().print(table)
+        table.add_row(short(name), f"{right:,}", f"{count:,}", f"{right / count:.1%}" if count else "-")
+    Terminal().print(table)
 
 
 def recipes(
@@ -176,17 +178,17 @@ def recipes(
     from dmst.engine.recipe import help_text, list_recipes, read_recipe
 
     if keys:
-        typer.echo(help_text())
+        say(*help_text().splitlines())
     elif name:
-        typer.echo(read_recipe(name).to_toml())
+        say(*read_recipe(name).to_toml().splitlines())
     else:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for word in ("recipe", "network", "data", "epochs"):
             table.add_column(word, no_wrap=True)
         for each, found in list_recipes().items():
             table.add_row(each, found.model.name, found.data.name, str(found.schedule.epochs))
-        Console().print(table)
-        typer.echo("`dmst recipes NAME` prints one whole: what it reproduces, what was expected, what was measured.")
+        Terminal().print(table)
+        say("`dmst recipes NAME` prints one whole: what it reproduces, what was expected, what was measured.")
 
 
 def _is_main() -> bool:

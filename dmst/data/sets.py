@@ -18,6 +18,7 @@ import numpy as np
 
 from dmst.data import images as door
 from dmst.errors import BadFileError, BadImageError, OptionError, ShapeError, number
+from dmst.words import short, visible
 
 
 class ImageSet:
@@ -149,13 +150,13 @@ class FileSet(ImageSet):
         return [self.source(index) for index in range(len(self))]
 
     def where(self, index: int) -> str:
-        return str(self.source(index))
+        return visible(self.source(index))
 
     def masks(self, index: int) -> np.ndarray | None:
         if not len(self._masks):
             return None
         path = self.root / os.fsdecode(bytes(self._masks[index]))
-        return trimap(door.decode(path, str(path), grey=True)[..., 0], str(path))
+        return trimap(door.decode(path, visible(path), grey=True)[..., 0], visible(path))
 
 
 class _Subset(ImageSet):
@@ -210,8 +211,8 @@ def with_classes(image_set: ImageSet, classes: Sequence[str]) -> ImageSet:
     unknown = [name for name in image_set.classes if name not in classes]
     if unknown:
         raise OptionError(
-            f"{image_set} has classes that the network does not know: {', '.join(unknown[:5])}. It knows "
-            f"{', '.join(classes[:12])}{' and others' * (len(classes) > 12)}."
+            f"{image_set} has classes that the network does not know: {', '.join(map(short, unknown[:5]))}. It knows "
+            f"{', '.join(map(short, classes[:12]))}{' and others' * (len(classes) > 12)}."
         )
     found = subset(image_set, np.arange(len(image_set)))
     places = np.array([list(classes).index(name) for name in image_set.classes])
@@ -253,7 +254,7 @@ def complete(image_set: ImageSet) -> ImageSet:
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise BadFileError(
-            f"{image_set} has no image of {', '.join(missing[:5])}{more}: a split needs every one of its "
+            f"{image_set} has no image of {', '.join(map(short, missing[:5]))}{more}: a split needs every one of its "
             f"{len(image_set.classes)} classes."
         )
     return image_set

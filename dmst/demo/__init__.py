@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from dmst import whole
 from dmst.demo.runs import Job, Run, train_all
@@ -33,6 +32,7 @@ from dmst.engine.recipe import Recipe
 from dmst.engine.train import FINAL, versions
 from dmst.errors import OptionError, SaveError, Stopped, need
 from dmst.models import load_model, model_config
+from dmst.terminal import Terminal
 
 TWINS = ("tost_digits", "vit_digits")
 RUN = re.compile(r"(dmst|tost|vit)_digits-seed\d+")
@@ -54,12 +54,13 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = 16,
         if type(value) is not int or value < low:
             raise OptionError(f"{name} is {value!r}: it must be a whole number, at least {low}.")
     need("sklearn.datasets", "demo")  # a missing library is said before anything starts
-    out, console = Path(out), Console()
+    out, console = Path(out), Terminal()
     jobs = [Job("vit_digits", 0), *(Job("dmst_digits", seed) for seed in range(seeds)), Job("tost_digits", 0)]
     recipes = {job: job.recipe(epochs) for job in jobs}
     _make_ready(out, {job.folder: recipe for job, recipe in recipes.items()}, console)
     workers = min(workers or os.cpu_count() or 1, len(jobs))
-    console.print(f"[bold]dmst demo[/]: {len(jobs)} small networks learn to read digits on the CPU, {workers} at a time.")
+    told = f": {len(jobs)} small networks learn to read digits on the CPU, {workers} at a time."
+    console.print(Text.assemble(("dmst demo", "bold"), told))
     try:
         runs = train_all(recipes, out, workers, console)
     except KeyboardInterrupt:
@@ -73,14 +74,14 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = 16,
 
     shown = [load_model(out / Job(name, 0).folder / FINAL) for name in ("dmst_digits", *TWINS)]
     report = write_page(out / "report.html", results, *shown)
-    console.print(f"[bold green]The report is {escape(str(report))}[/]", soft_wrap=True)
+    console.print(f"The report is {report}", style="bold green", soft_wrap=True)
     console.print("Open it in a browser; it works offline. Next: docs/tutorial.md, or `dmst models` for a list of networks.")
     trained = str(out / first.folder / FINAL)
-    console.print(f"Load the network you just trained: dmst.load_model({trained!r})", soft_wrap=True, markup=False)
+    console.print(f"Load the network you just trained: dmst.load_model({trained!r})", soft_wrap=True)
     return report
 
 
-def _make_ready(out: Path, recipes: Mapping[str, Recipe], console: Console) -> None:
+def _make_ready(out: Path, recipes: Mapping[str, Recipe], console: Terminal) -> None:
     """The folder `out`, for runs of these names. A demo that was cut short stays, to be gone on with; one that has ended, or
     is of other runs, moves aside; anything else there is refused: nothing is lost."""
     try:
@@ -95,9 +96,9 @@ def _make_ready(out: Path, recipes: Mapping[str, Recipe], console: Console) -> N
         if there and (ended or not all(_is_one_of(run, recipes) for run in runs)):
             aside = next(x for x in (out.with_name(f"{out.name}-{n}") for n in itertools.count(1)) if not x.exists())
             out.rename(aside)
-            console.print(f"The earlier demo was moved to {escape(str(aside))}.", soft_wrap=True)
+            console.print(f"The earlier demo was moved to {aside}.", soft_wrap=True)
         elif runs:
-            console.print(f"Continuing the demo in {escape(str(out))}.", soft_wrap=True)
+            console.print(f"Continuing the demo in {out}.", soft_wrap=True)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SaveError(f"{out} cannot be written ({error.strerror}): choose another folder with --out.") from error

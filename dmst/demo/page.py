@@ -6,7 +6,6 @@ learning curves · memberships over example digits, layer by layer · gates by c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from dmst.engine.prepare import view_of
 from dmst.engine.recipe import read_recipe
 from dmst.engine.train import versions
 from dmst.models import Trace, VisionModel
+from dmst.words import html
 
 COLOURS = {"dmst_digits": "c1", "tost_digits": "c2", "vit_digits": "c3"}
 MOST_MISTAKES = 24
@@ -218,7 +218,7 @@ def _rates(rates: dict[tuple[str, str], LayerRates]) -> str:
         + table(("quantity", "DMST", "ToST"), means)
         + "<p>Silent heads cost nothing in the variational rate, so compare DMST and ToST with all heads counted. The "
         "<b>complete rate</b> also counts what lies outside the subspaces.</p>"
-        f'<p class="note">How it is measured: {escape(before.convention)}. Memberships are computed again after the step. '
+        f'<p class="note">How it is measured: {html(before.convention)}. Memberships are computed again after the step. '
         "Complete rate: c = d/eps², orthonormalised U. A band is one standard deviation over images. DMSA, the attention of "
         "DMST, has a free output matrix, so the theory does not guarantee that the rate falls; it is measured.</p>"
     )
@@ -252,7 +252,7 @@ def _made(results: Results) -> str:
         f"<li>Command: <code>dmst demo --epochs {schedule.epochs} --seeds {len(results.of('dmst_digits'))}</code> "
         f"(the defaults are {usual.epochs} and 3). Each run used one CPU thread. Runs with the same seed saw the same "
         "batches.</li>"
-        f"<li>Versions: {escape(told)}.</li>"
+        f"<li>Versions: {html(told)}.</li>"
         "<li>Data: the 1,797 digits of scikit-learn, 8 x 8 pixels. Every fifth image is held out.</li>"
         f"<li>Recipe: <code>digits</code> for all networks. {schedule.epochs} epochs, batch size "
         f"{results.recipe.run.batch_size}, Muon (learning rate {optim.matrix_lr:g}) for the matrices of the blocks, AdamW "

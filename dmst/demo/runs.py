@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dmst.engine.recipe import Recipe, read_recipe
 from dmst.engine.train import train
 from dmst.errors import DmstError
+from dmst.terminal import Terminal
 
 PATIENCE = 300.0  # seconds without a word from any run
 GRACE = 10.0  # seconds to finish a step and save it
@@ -78,7 +78,7 @@ def told(job: Job, recipe: Recipe, journal: Sequence[Mapping[str, Any]]) -> Run:
     )
 
 
-def train_all(recipes: Mapping[Job, Recipe], out: Path, workers: int, console: Console) -> list[Run]:
+def train_all(recipes: Mapping[Job, Recipe], out: Path, workers: int, console: Terminal) -> list[Run]:
     """Every job in its folder below `out`, `workers` at a time."""
     context = multiprocessing.get_context("spawn")
     todo: Any = context.Queue()

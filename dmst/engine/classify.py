@@ -15,6 +15,7 @@ from dmst.data.sets import ImageSet
 from dmst.engine import prepare
 from dmst.errors import BadImageError, OptionError
 from dmst.models import Trace, VisionModel
+from dmst.words import visible
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")  # looked for in folders; a named file may be any
 
@@ -23,7 +24,7 @@ class Photo(ImageSet):
     """One file without a label, decoded once."""
 
     def __init__(self, path: Path, classes: int, channels: int) -> None:
-        self.path, self._pixels = path, door.decode(path, str(path), grey=channels == 1)
+        self.path, self._pixels = path, door.decode(path, visible(path), grey=channels == 1)
         names = [str(i) for i in range(classes)]
         super().__init__("photo", "given", names, np.zeros(1, np.int64), fingerprint="")
 
@@ -31,7 +32,7 @@ class Photo(ImageSet):
         return self._pixels
 
     def where(self, index: int) -> str:
-        return str(self.path)
+        return visible(self.path)
 
 
 class Answer(NamedTuple):

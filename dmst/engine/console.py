@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dmst.terminal import Terminal
 
 EVERY = 10.0  # seconds between plain lines
 
@@ -34,11 +35,11 @@ class Lines(Quiet):
     """For files and pipes."""
 
     def __init__(self) -> None:
-        self.console = Console(soft_wrap=True, highlight=False)
+        self.console = Terminal(soft_wrap=True)
         self._said = 0.0
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text)
 
     def step(self, done: int, steps: int, values: dict[str, Any]) -> None:
         if time.monotonic() - self._said >= EVERY or done == steps:
@@ -49,14 +50,14 @@ class Lines(Quiet):
 class Bar(Quiet):
     """For terminals."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Terminal) -> None:
         self.console = console
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True))
         self._progress = Progress(*columns, TextColumn("{task.fields[values]}"), console=console, transient=True)
         self._task = self._progress.add_task("training", total=None, values="")
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
 
     def begin(self, done: int, steps: int) -> None:
         self._progress.reset(self._task, total=steps, completed=done, values="")
@@ -74,7 +75,7 @@ class Bar(Quiet):
 
 def watcher(quiet: bool = False) -> Quiet:
     """A bar where somebody sits, lines where nobody does."""
-    console = Console()
+    console = Terminal()
     return Quiet() if quiet else Bar(console) if console.is_terminal else Lines()
 
 

@@ -30,6 +30,7 @@ from dmst.models import VisionModel, save_model
 from dmst.models.files import CONFIG, WEIGHTS
 from dmst.models.preprocessing import pretrained_cfg
 from dmst.models.shipped import ANSWERS, CARD, FOLDER, MEASURED, digest, drawn
+from dmst.terminal import say
 
 
 @torch.no_grad()
@@ -98,10 +99,11 @@ def main() -> None:
     told = asked.parse_args()
     if told.measure:
         found, _ = measure(prepare.read_weights(told.source), catalog.open_set(told.data, "test", data_dir=told.data_dir))
-        print(whole.write_text(told.out / told.source / MEASURED, json.dumps(found.to_dict())), f"top-1 {found.top1:.2%}")
+        path = whole.write_text(told.out / told.source / MEASURED, json.dumps(found.to_dict()))
+        say(f"{path} top-1 {found.top1:.2%}")
         return
     entry = ship(told.source, told.name, told.data, told.out, data_dir=told.data_dir, notes=told.note)
-    print(f'    "{told.name}": "{entry}",')
+    say(f'    "{told.name}": "{entry}",')
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from dmst.data.sets import ImageSet
 from dmst.engine.prepare import BEST_START, Sets
 from dmst.engine.recipe import Recipe
 from dmst.models import VisionModel, shipped
+from dmst.words import short, visible
 
 HOUR = 3600.0
 SHOWN = 12  # classes that are named
@@ -35,8 +36,9 @@ def summary(
     """The block; `done` of `steps` lie behind a run that goes on."""
     began, few = time.perf_counter(), _few(sets)
     per_read = (time.perf_counter() - began) / len(few)
+    parameters = sum(p.numel() for p in model.parameters())
     rows = {
-        "network": f"{model.config.name} ({model.config.operator}), {sum(p.numel() for p in model.parameters()):,} parameters",
+        "network": f"{visible(model.config.name)} ({model.config.operator}), {parameters:,} parameters",
         "starts from": _start(recipe),
         "images": _images(few, stream.view, recipe),
         "classes": _classes(sets.train),
@@ -59,7 +61,7 @@ def _start(recipe: Recipe) -> str:
     if where in shipped.SHIPPED:
         found = shipped.measurement(where)
         known = f", which ships with this package ({found.top1:.2%} right on {found.data.partition(' (')[0]})"
-    return f"the weights of {where}{known}\nThe classifier is new, unless the classes are the same"
+    return f"the weights of {visible(where)}{known}\nThe classifier is new, unless the classes are the same"
 
 
 def _few(sets: Sets) -> list[tuple[int, ...]]:
@@ -86,7 +88,7 @@ def _images(few: list[tuple[int, ...]], view: View, recipe: Recipe) -> str:
 
 def _classes(images: ImageSet) -> str:
     counts = np.bincount(images.labels, minlength=len(images.classes))
-    named = ", ".join(f"{name} {count:,}" for name, count in list(zip(images.classes, counts, strict=True))[:SHOWN])
+    named = ", ".join(f"{short(name)} {count:,}" for name, count in list(zip(images.classes, counts, strict=True))[:SHOWN])
     more = f" and {len(images.classes) - SHOWN} more" if len(images.classes) > SHOWN else ""
     return f"{len(images.classes)}: {named}{more}"
 
@@ -98,7 +100,7 @@ def _split(sets: Sets, recipe: Recipe) -> str:
     count = len(sets.eval) - len(sets.bad_eval)
     how = f"{100 * recipe.data.holdout:.3g} % held out" if recipe.data.holdout else f"the {recipe.data.eval} images"
     unchecked = [name for k, name in enumerate(sets.eval.classes) if k not in sets.eval.labels]
-    more = f"\nToo few images to check these classes: {', '.join(unchecked[:SHOWN])}" if unchecked else ""
+    more = f"\nToo few images to check these classes: {', '.join(map(short, unchecked[:SHOWN]))}" if unchecked else ""
     return f"{learned}, {count:,} to check with ({how}){more}"
 
 

@@ -196,7 +196,7 @@ class Site:
         return self.responses.Response(raw, media_type=kind)
 
     def json(self, told: Any, status: int = 200) -> Any:
-        text = json.dumps(told, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(told, allow_nan=False, separators=(",", ":"))
         return self.responses.Response(text.encode(), status, media_type="application/json")
 
     async def refuse(self, request: Any, error: Exception) -> Any:

@@ -10,7 +10,6 @@ Pixels of an upload are prepared for every network at once and then forgotten.
 from __future__ import annotations
 
 import secrets
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +35,8 @@ from dmst.explorer.decoding import Decoder
 from dmst.explorer.examples import examples
 from dmst.models import Trace, VisionModel, shipped
 from dmst.operators.orthonormal import OrthonormalLinear
+from dmst.terminal import say
+from dmst.words import visible
 
 UPLOAD = 10 * 2**20  # bytes
 UPLOADS = 32
@@ -161,9 +162,9 @@ class Network:
             then()
         except Exception as error:
             ours = isinstance(error, DmstError)
-            print(f"{self.where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            say(f"{self.where}: {type(error).__name__}: {error}", err=True)
             words = str(error) if ours else f"it could not be loaded ({type(error).__name__}); the terminal shows the error"
-            self.words = _without_paths(words, self.where, self.name)
+            self.words = visible(_without_paths(words, self.where, self.name))
             self.state = "failed"
         else:
             self.state = "ready"
@@ -269,8 +270,11 @@ class _Given(ImageSet):
 def names_of(models: Sequence[str]) -> list[str]:
     """The last part of each; with the folder before it where two have the same, and a number where that is not enough."""
     paths = [Path(where).resolve() if Path(where).exists() else Path(where) for where in models]
-    short = [path.name or "model" for path in paths]
-    long = [name if short.count(name) == 1 else f"{path.parent.name}/{name}" for name, path in zip(short, paths, strict=True)]
+    short = [visible(path.name) or "model" for path in paths]
+    long = [
+        name if short.count(name) == 1 else f"{visible(path.parent.name)}/{name}"
+        for name, path in zip(short, paths, strict=True)
+    ]
     return [name if long.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(long)]
 
 

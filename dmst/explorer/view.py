@@ -20,6 +20,7 @@ from dmst.analysis.certificates import Certificate, LayerCertificate
 from dmst.analysis.membership import attention_received, ends, maps
 from dmst.analysis.rates import LayerRates, rates_of
 from dmst.models import Trace, VisionModel
+from dmst.words import short
 
 TOP = 5
 EPS = 0.1
@@ -41,7 +42,7 @@ def look(model: VisionModel, trace: Trace, forced: Collection[int] = ()) -> dict
     said = plain(probabilities)
     two = [*probabilities[ranked[:2]].tolist(), 0.0]
     return {
-        "top": [{"class": names[i], "index": i, "probability": said[i]} for i in ranked],
+        "top": [{"class": short(names[i]), "index": i, "probability": said[i]} for i in ranked],
         "margin": _number(two[0] - two[1]),
         "probabilities": said,
         "grid": list(trace.grid),

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from html import escape
 
 from dmst.reproduce import ledger
 from dmst.reproduce.render import runs_of
 from dmst.reproduce.tables import TABLES, Cell
+from dmst.words import html
 
 LEFT, WIDTH, ROW, TOP, BOTTOM = 290, 840, 22, 34, 48
 MARKS = ("#0072B2", "#D55E00")  # of the two cells whose means are drawn through all rows
@@ -40,7 +40,7 @@ def svg(name: str, lines: Sequence[ledger.Line]) -> str:
 
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"><style>{STYLE}</style>']
     out += [
-        f"<title>{escape(table.title)}: top-1 of every run</title>",
+        f"<title>{html(table.title)}: top-1 of every run</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
     ]
     floor = TOP + ROW * len(found)
@@ -54,11 +54,11 @@ def svg(name: str, lines: Sequence[ledger.Line]) -> str:
             x = across(means[mark])
             out.append(f'<line x1="{x}" x2="{x}" y1="{TOP}" y2="{floor}" stroke="{colour}" stroke-dasharray="5 4"/>')
             out.append(
-                f'<text class="small" x="{x}" y="{TOP - 10}" text-anchor="middle" style="fill:{colour}">{escape(mark)}</text>'
+                f'<text class="small" x="{x}" y="{TOP - 10}" text-anchor="middle" style="fill:{colour}">{html(mark)}</text>'
             )
     for i, (cell, each) in enumerate(found):
         middle = TOP + ROW * i + ROW / 2
-        out.append(f'<text x="{LEFT - 12}" y="{middle + 4:.1f}" text-anchor="end">{escape(cell.name)}</text>')
+        out.append(f'<text x="{LEFT - 12}" y="{middle + 4:.1f}" text-anchor="end">{html(cell.name)}</text>')
         out += [f'<circle cx="{across(score)}" cy="{middle:.1f}" r="4" fill="#777" fill-opacity=".55"/>' for score in each]
         x = across(means[cell.name])
         out.append(f'<line class="mean" x1="{x}" x2="{x}" y1="{middle - 8:.1f}" y2="{middle + 8:.1f}"/>')

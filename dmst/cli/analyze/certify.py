@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-import typer
-
 from dmst.cli.analyze import shared
+from dmst.terminal import say
 
 COLUMNS = {
     "rate": "cost of the tokens that the layer reads, in nats (1 nat = 1.44 bits)",
@@ -50,7 +49,7 @@ def certify(
         looked_at = shared.look(model, weights, data, split, data_dir, limit, batch_size)
         found = certificate(model, shared.shown(looked_at), eps=eps, basis="orthonormal" if orthonormal else "raw")
     if as_json:
-        typer.echo(json.dumps({"weights": weights, "data": looked_at.name, **found.to_dict()}))
+        say(json.dumps({"weights": weights, "data": looked_at.name, **found.to_dict()}))
         return
     table = shared.columns(weights, looked_at, ("layer", *COLUMNS))
     for layer in found.layers:

@@ -8,6 +8,9 @@ from typing import Any
 
 import typer
 
+from dmst.terminal import say
+from dmst.words import fitting
+
 PHOTOS = typer.Argument(None, metavar="[PHOTO]...", help="Image files, or folders of them. Default: images of a dataset.")
 READ = {
     "membership": "Colours: membership 0 is dark blue, 1 is yellow. A faint tile is a silent head (gate 0).",
@@ -68,7 +71,9 @@ def maps(
             batch_size=8,
             device=group.device,
         )
-        names = [f"{i:03d}-{title}" for i, title in enumerate(found.titles)] or [f"{i:03d}" for i in range(found.count)]
+        names = [f"{i:03d}-{fitting(title)}" for i, title in enumerate(found.titles)] or [
+            f"{i:03d}" for i in range(found.count)
+        ]
         done, classes = 0, model.class_names or tuple(f"class {i}" for i in range(model.config.num_classes))
         with only_looking(model):
             for images, _ in found:
@@ -90,6 +95,6 @@ def maps(
                             }
                             for number in layers
                         ]
-                        typer.echo(json.dumps(told, ensure_ascii=False))
+                        say(json.dumps(told))
         if not as_json:
-            typer.echo(f"{found.name}: {done} pictures written to {out}. {READ[drawn(trace, layers[0])[0]]}")
+            say(f"{found.name}: {done} pictures written to {out}. {READ[drawn(trace, layers[0])[0]]}")

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich import box
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from dmst.cli.analyze import shared
 from dmst.cli.progress import counted
+from dmst.terminal import Terminal, say
+from dmst.words import visible
 
 if TYPE_CHECKING:
     from dmst.analysis.rates import LayerRates
@@ -87,33 +87,31 @@ def rates(
             with counted(f"{where}: {first.name}", first.count, quiet=as_json) as tick:
                 found[where] = rates_at(model, looked[where], eps=eps, tick=tick)
     if as_json:
-        typer.echo(json.dumps({
+        say(json.dumps({
             where: {"images": first.name} | {at: each.to_dict() for at, each in mine.items()} for where, mine in found.items()
         }))  # fmt: skip
     else:
-        console = Console()
         for grid in [_side_by_side(found, first.name)] if others else _in_full(weights[0], found[weights[0]], first.name):
-            console.print(grid)
+            Terminal().print(grid)
         words = COLUMNS if not others else {"R_var": COMPARED} | {name: COLUMNS[name] for name in ("complete", "coding")}
-        for line in [*shared.legend(words), UNITS if not others else UNITS.partition(":")[0] + ", means over images.", ""]:
-            console.print(line, highlight=False, soft_wrap=True)
+        say(*shared.legend(words), UNITS if not others else UNITS.partition(":")[0] + ", means over images.", "")
         convention = found[weights[0]]["input"].convention.rpartition(", ")[0]
-        console.print(f"{convention}.", highlight=False, soft_wrap=True)
+        say(f"{convention}.")
         if others and not page:
-            console.print("Add --page FILE.html for curves before and after each operator.", highlight=False, soft_wrap=True)
+            say("Add --page FILE.html for curves before and after each operator.")
         for mine in found.values():
             if mine["input"].missing:
-                console.print(mine["input"].missing, highlight=False, markup=False, soft_wrap=True)
+                say(mine["input"].missing)
     if page:
         from dmst.analysis.rate_page import write_page
 
-        typer.echo(f"{write_page(page, found, first.name)}", err=as_json)
+        say(write_page(page, found, first.name), err=as_json)
 
 
 def _table(title: str, columns: Iterable[str]) -> Table:
-    grid = Table("layer", title=escape(title), title_justify="left", padding=(0, 1, 0, 0), pad_edge=False, box=box.SIMPLE_HEAD)
+    grid = Table("layer", title=title, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False, box=box.SIMPLE_HEAD)
     for name in columns:
-        grid.add_column(escape(name), justify="right", overflow="fold")
+        grid.add_column(name, justify="right", overflow="fold")
     return grid
 
 
@@ -122,7 +120,7 @@ def _in_full(where: str, rates: Mapping[str, LayerRates], images: str) -> Iterat
     from dmst.analysis.rate_page import WHERE
 
     for at, each in rates.items():
-        grid = _table(f"{where}, {images}: {WHERE[at]}", SHOWN.values())
+        grid = _table(visible(f"{where}, {images}: {WHERE[at]}"), SHOWN.values())
         for layer in range(len(each.mean["coding"])):
             grid.add_row(str(layer), *(_cell(each, name, layer) for name in SHOWN))
         yield grid
@@ -132,8 +130,8 @@ def _side_by_side(found: Mapping[str, Mapping[str, LayerRates]], images: str) ->
     """Several networks: a column for each, of the rates that can be compared."""
     from dmst.analysis.rate_page import BESIDE
 
-    columns = [f"{where if i == 0 else ''}\n{word}" for where in found for i, word in enumerate(BESIDE.values())]
-    grid = _table(f"{images}: before the operator", columns)
+    columns = [f"{visible(where) if i == 0 else ''}\n{word}" for where in found for i, word in enumerate(BESIDE.values())]
+    grid = _table(visible(f"{images}: before the operator"), columns)
     for layer in range(max(len(each["input"].mean["coding"]) for each in found.values())):
         cells = (_cell(each["input"], name, layer) for each in found.values() for name in BESIDE)
         grid.add_row(str(layer), *(cell.partition("±")[0] for cell in cells))

@@ -6,11 +6,11 @@ import json
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from dmst.cli.analyze import shared
 from dmst.cli.progress import counted
+from dmst.terminal import Terminal, say
 
 if TYPE_CHECKING:
     from dmst.analysis.foreground import Foreground
@@ -81,20 +81,17 @@ def scored(
             with counted("masks", found.count) as tick:
                 masks = against_masks(model, masked(found), tick=tick)
     if as_json:
-        typer.echo(json.dumps({"sample": found.name, "scored": scores.to_dict(), "foreground": masks and masks.to_dict()}))
+        say(json.dumps({"sample": found.name, "scored": scores.to_dict(), "foreground": masks and masks.to_dict()}))
         return
-    console = Console()
-    console.print(f"{scores.model}, {found.name}", highlight=False, soft_wrap=True)
-    console.print(_curves(scores))
+    say(f"{scores.model}, {found.name}")
+    Terminal().print(_curves(scores))
     orders = {score.order for score in scores.scores}
     words = {name: word for name, word in TESTED.items() if name in tests}
     words |= {name: word for name, word in ORDERS.items() if name in orders} | {"area": AREA}
-    for line in [*shared.legend(words), ""]:
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(scores.verdict, highlight=False, soft_wrap=True)
+    say(*shared.legend(words), "", scores.verdict)
     if masks is not None:
-        console.print(_masks(masks))
-        console.print(masks.verdict, highlight=False, soft_wrap=True)
+        Terminal().print(_masks(masks))
+        say(masks.verdict)
 
 
 def _curves(scores: Scores) -> Table:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich import box
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from dmst.cli.progress import counted
+from dmst.terminal import Terminal, say
+from dmst.words import visible
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ def shown(looked_at: Sample) -> Iterator[Tensor]:
 
 def columns(weights: str, looked_at: Sample, names: Sequence[str]) -> Table:
     """A table of numbers that a terminal of 80 columns holds."""
-    title = f"{escape(weights)} on {escape(looked_at.name)}"
+    title = visible(f"{weights} on {looked_at.name}")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -72,9 +72,7 @@ def legend(words: Mapping[str, str]) -> list[str]:
 
 def tell(table: Table | None, sentences: list[str], words: Mapping[str, str] | None = None) -> None:
     """The table and what its columns mean, then what it says, a line each."""
-    console = Console()
     if table is not None:
-        console.print(table)
+        Terminal().print(table)
         sentences = [*legend(words), "", *sentences] if words else sentences
-    for sentence in sentences:
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    say(*sentences)

@@ -7,6 +7,7 @@ import json
 import typer
 
 from dmst.cli.analyze import shared
+from dmst.terminal import say
 
 COLUMNS = {
     "coupled": "rate in nats with coupled memberships (softmax over heads)",
@@ -64,7 +65,7 @@ def theorem(
         basis = "orthonormal" if orthonormal else "raw"
         found = verdict(model, shared.shown(looked_at), eps=eps, basis=basis, temperature=temperature, energy=energy)
     if as_json:
-        typer.echo(json.dumps({"weights": weights, "data": looked_at.name, **found.to_dict()}))
+        say(json.dumps({"weights": weights, "data": looked_at.name, **found.to_dict()}))
         return
     table = shared.columns(weights, looked_at, ("layer", *COLUMNS))
     for layer in found.layers:

@@ -17,6 +17,7 @@ import numpy as np
 from dmst.data.formats import SPLITS, Asked, Format
 from dmst.data.sets import FileSet
 from dmst.errors import BadFileError, MissingSplitError
+from dmst.words import short
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
@@ -93,8 +94,8 @@ def same_classes(where: Path, found: Iterable[str], wanted: Sequence[str]) -> No
     unknown, missing = sorted(found - set(wanted)), sorted(set(wanted) - found)
     for word, names in (("misses the class", missing), ("has the unknown class", unknown)):
         if names:
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise BadFileError(f"{where} {word} {shown}: train and test must have the same {len(wanted)} classes.")
+            told = ", ".join(map(short, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise BadFileError(f"{where} {word} {told}: train and test must have the same {len(wanted)} classes.")
 
 
 def _split_folder(place: Path, split: str) -> Path:

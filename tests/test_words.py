@@ -1,0 +1,349 @@
+"""Names from outside: forty of them, as classes, files and folders, over every command that shows names.
+
+Nothing that is not printable may reach a terminal or a page, no name may be read as markup, and JSON gives every name back.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.table import Table
+from rich.text import Text
+from typer.main import get_command
+
+import dmst
+from dmst import cli, create_model
+from dmst.explorer.server import Site
+from dmst.explorer.session import Session
+from dmst.models import load_model, save_model
+from dmst.terminal import Terminal
+
+NAMES = [
+    # what a terminal obeys
+    "osc8 \x1b]8;;http:evil.example\x07click\x1b]8;;\x07", "osc52 \x1b]52;c;cm0gLXJm\x07", "osc0 \x1b]0;title\x1b\\",
+    "csi \x1b[2J\x1b[H", "sgr \x1b[31mred", "bell\x07", "back\x08\x08\x08\x08gone", "over\rwritten", "new\nline: all is well",
+    "tab\there", "delete\x7f", "c1 \x9b2J", "c1 osc \x9d0;title\x9c", "vertical\x0bform\x0c", "shift\x0e\x0f",
+    # what turns lines around, or is not seen
+    "bidi \u202egpj.exe", "isolate \u2066x\u2069", "zero\u200bwidth\u200d", "lines\u2028and\u2029", "\ufefforder",
+    # bytes that are not UTF-8
+    "byte \udcff", "half \udcc3(", "\udcf0\udc9f\udc98",
+    # markup of rich
+    "[bold]", "[red on white]", "[red]x[", "[link=http:evil.example]here", ":smile:", "\\[bold]",
+    # markup of pages and templates
+    "<script>alert(1)<script>", '"><img src=x onerror=alert(1)>', "&amp;&#x27;", "{{7*7}}${x}`id`", "%s%n%(x)s",
+    # honest names
+    "-rf", "two  words 'and' \"quotes\"", "\u732b\u3068\u72ac", "\u05d7\u05ea\u05d5\u05dc", "e\u0301\u0301 \U0001f408",
+    "n" * 251,
+]  # fmt: skip
+PLAIN = [name for name in NAMES if name.isprintable()]
+NO_FILES = [
+    "[/]",
+    "zero\x00byte",
+    "a/../b",
+    "\ud800 alone",
+    "</script><script>",
+    "--><!--",
+]  # only a saved model can hold these
+CPU = ("--device", "cpu")
+SMALL = {"model.options.depth": 1, "model.options.dim": 16, "model.options.num_heads": 2, "model.options.patch_size": 2}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not have such file names")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dmst_command() -> Iterator[None]:
+    """The command, made once; wide enough for every name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "app", get_command(cli.app))
+        patch.setattr(os, "fsync", lambda handle: None)
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)
+        patch.setenv("COLUMNS", "9000")
+        patch.delenv("DMST_DATA", raising=False)
+        yield
+
+
+def typed(*words: Any, encoding: str = "utf-8") -> tuple[int, str, str]:
+    """Type a command: its exit status, stdout and stderr, in which nothing can be that is not printable."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding, errors="strict", write_through=True) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["dmst", *map(str, words)])
+        patch.setattr(sys, "stdout", streams[0])
+        patch.setattr(sys, "stderr", streams[1])
+        with pytest.raises(SystemExit) as leave:
+            cli.main()
+    out, err = (stream.buffer.getvalue().decode(encoding) for stream in streams)  # type: ignore[attr-defined]
+    for text in (out, err):
+        assert not (raw := {c for c in text if not c.isprintable() and c != "\n"}), (words, raw)
+    return int(leave.value.code or 0), out, err
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every name is a class, and the file of its images."""
+    folder, chance = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    assert len(NAMES) == 40 == len(set(NAMES))
+    for name in NAMES:
+        for split in ("train", "test"):
+            (folder / split / name).mkdir(parents=True)
+            Image.fromarray(chance.integers(0, 255, (8, 8, 3), np.uint8)).save(folder / split / name / f"{name}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run on them, and what `dmst train` said; its folder has an odd name too."""
+    out = tmp_path_factory.mktemp("runs") / NAMES[0]
+    settings = SMALL | {"schedule.epochs": 1, "schedule.warmup_epochs": 0.5, "run.batch_size": 20, "data.image_size": 8}
+    changes = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    status, said, err = typed("train", "digits", "--data", data, "--model", "dmst_cifar", "--out", out, *changes, *CPU)
+    assert status == 0, err
+    return out, said
+
+
+class Page(HTMLParser):
+    """The elements, attributes and words of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.words: list[str] = []
+        text = path.read_text(encoding="utf-8")
+        assert not {c for c in text if not c.isprintable() and c not in "\n"}
+        self.feed(text)
+        for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+            ElementTree.fromstring(drawing)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes.update(name for name, _ in attrs)
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def unharmed(path: Path, plain: Path) -> str:
+    """The words of a page; it has no other elements and attributes than one about plain names."""
+    page, other = Page(path), Page(plain)
+    assert page.tags <= other.tags | {"b"} and page.attributes <= other.attributes and "script" not in page.tags
+    return "\n".join(page.words)
+
+
+@pytest.fixture(scope="module")
+def plain_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All that a page of ours is made of, about a network that ships; a run's adds a few words to it."""
+    from dmst.analysis.weights_report import write_weights_report
+    from dmst.engine.samples import sample
+
+    model = create_model("dmst_digits", pretrained=True)
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    page = write_weights_report(path, model, sample(model, limit=40), "digits", weights="dmst_digits")
+    more = "<details><summary></summary><code></code><pre></pre><ul><li></li></ul></details><h3></h3><circle/>"
+    page.write_text(page.read_text(encoding="utf-8") + more, encoding="utf-8")
+    return page
+
+
+def test_train(run: tuple[Path, str], plain_page: Path) -> None:
+    folder, said = run
+    assert "40: " in said and all(name in said for name in sorted(NAMES)[:12] if name.isprintable())
+    assert len(said.splitlines()) < 20  # no name begins a line of its own
+    told = unharmed(folder / "report.html", plain_page)
+    assert "[bold]" in told and "<script>alert(1)<script>" in told and r"byte \xff" in told
+    assert load_model(folder).class_names == tuple(sorted(NAMES))
+
+
+def test_evaluate(run: tuple[Path, str]) -> None:
+    status, out, _ = typed("evaluate", run[0], *CPU)
+    assert status == 0 and [name for name in PLAIN if name not in out] == []
+    assert r"back\x08\x08\x08\x08gone" in out and r"osc52 \x1b]52;c;cm0gLXJm\x07" in out and r"byte \xff" in out
+    assert r"new\nline: all is well" in out and r"bidi \u202egpj.exe" in out and r"half \xc3(" in out
+    status, out, _ = typed("evaluate", run[0], *CPU, "--json")
+    assert status == 0 and list(json.loads(out)["by_class"]) == sorted(NAMES) and json.loads(out)["weights"] == str(run[0])
+
+
+def test_classify(run: tuple[Path, str], data: Path, tmp_path: Path) -> None:
+    photos = [data / "test" / name / f"{name}.png" for name in NAMES]
+    asked = ["classify", *photos, "--weights", run[0]]
+    status, out, _ = typed(*asked, "--top", 40)
+    assert status == 0 and len(out.splitlines()) == 40
+    assert all(out.splitlines()[0].count(f"{name} ") for name in PLAIN)
+    assert all(f"{name}.png: " in line for name, line in zip(NAMES, out.splitlines(), strict=True) if name in PLAIN)
+    status, out, _ = typed(*asked, "--top", 40, "--json", "--maps", tmp_path / "maps")
+    told = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and [Path(each["photo"]) for each in told] == photos
+    assert all({row["class"] for row in each["top"]} == set(NAMES) for each in told)
+    assert len({each["maps"] for each in told}) == 40 and all(Path(each["maps"]).is_file() for each in told)
+    assert Path(told[20]["maps"]).name == f"{NAMES[20]}.png.png"  # as it is named, where there is room
+    status, out, err = typed("classify", "-rf.png", "--weights", run[0])
+    assert status == 2 and "No such option" in err
+
+
+def test_bad_images(run: tuple[Path, str], tmp_path: Path) -> None:
+    """Files that cannot be read are named, as they are."""
+    for name in NAMES:
+        for kind in ("ok", "bad"):
+            (tmp_path / "data" / kind).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data/bad" / f"{name}.png").write_bytes(b"no image")
+    Image.new("RGB", (8, 8)).save(tmp_path / "data/ok/0.png")
+    (tmp_path / "loose").mkdir()
+    (tmp_path / "loose" / f"{NAMES[8]}.png").write_bytes(b"")
+    status, out, _ = typed("classify", tmp_path / "data/bad", tmp_path / "loose", "--weights", run[0])
+    assert status == 1 and [name for name in PLAIN if f"{name}.png: " not in out] == [] and len(out.splitlines()) == 41
+    settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    words = ["train", "digits", "--data", tmp_path / "data", "--model", "dmst_cifar", "--out", tmp_path / "run", *settings]
+    status, _, err = typed(*words, "--set", "data.eval=", "--set", "data.image_size=8", *CPU)
+    assert status == 1 and [name for name in PLAIN if f"{name}.png: " not in err] == [] and len(err.splitlines()) == 42
+
+
+def test_report(run: tuple[Path, str], plain_page: Path, tmp_path: Path) -> None:
+    status, out, _ = typed("report", run[0], "--out", tmp_path / "page.html", *CPU)
+    told = unharmed(tmp_path / "page.html", plain_page)
+    assert status == 0 and out.strip() == str(tmp_path / "page.html")
+    assert [name for name in PLAIN if len(name) <= 26 and name not in told] == [] and r"byte \xff" in told
+
+
+def test_a_page_is_named_after_the_weights(run: tuple[Path, str], tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        model = create_model("dmst_digits", dim=16, depth=1, num_heads=2)
+        for name in (NAMES[20], "m" * 255):
+            save_model(model, tmp_path / "in").rename(tmp_path / name)
+            status, *_ = typed("report", tmp_path / name, "--limit", 2, *CPU)
+            assert status == 0
+    assert len(list(tmp_path.glob("*-report.html"))) == 2
+
+
+def test_analyze(run: tuple[Path, str], data: Path, plain_page: Path, tmp_path: Path) -> None:
+    (tmp_path / "weights").symlink_to(run[0])
+    few = ["--limit", "4", *CPU]
+    for verb in ("certify", "theorem", "scored", "rates"):
+        status, out, _ = typed("analyze", verb, run[0], *few)
+        assert status == 0 and out
+        status, out, _ = typed("analyze", verb, run[0], *few, "--json")
+        assert status == 0 and (
+            verb == "scored" or str(run[0]) in (json.loads(out), json.loads(out).get("weights"))[verb != "rates"]
+        )
+    status, _, _ = typed("analyze", "rates", run[0], tmp_path / "weights", *few, "--page", tmp_path / "rates.html")
+    assert status == 0 and r"osc8 \x1b]8;;" in unharmed(tmp_path / "rates.html", plain_page)
+    photos = [data / "test" / name / f"{name}.png" for name in NAMES]
+    asked = ["analyze", "maps", *photos, "--weights", run[0], "--out", tmp_path / "maps"]
+    status, out, _ = typed(*asked, "--json")
+    told = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and len(told) == 40 and all(Path(each["picture"]).is_file() for each in told)
+    assert {each["answer"] for each in told} <= set(NAMES)
+    status, out, _ = typed("analyze", "maps", photos[0], "--weights", run[0], "--out", tmp_path / NAMES[8])
+    assert status == 0 and len(out.splitlines()) == 1
+
+
+def test_data_info(data: Path, tmp_path: Path) -> None:
+    for name in NAMES:
+        (tmp_path / name).symlink_to(data)
+        status, out, err = typed("data", "info", tmp_path / name)
+        assert status == 0 and "40 images" in out
+        status, _, err = typed("data", "info", tmp_path / f"{name[:200]} is gone")
+        assert status == 2 and "unknown dataset" in err
+    (data / "test" / NAMES[0]).rename(data / "test" / "gone \x1b[2J\n")
+    try:
+        status, out, _ = typed("data", "info", data)
+    finally:
+        (data / "test" / "gone \x1b[2J\n").rename(data / "test" / NAMES[0])
+    assert status == 0 and r"misses the class osc8 \x1b]8" in out
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_a_name_that_is_not_there(name: str, tmp_path: Path) -> None:
+    """Every command that takes a name refuses it, and quotes it as it is where it is plain."""
+    digits = ["--weights", "dmst_digits"]
+    for words in (
+        ["classify", name, *digits], ["classify", "--device", name, tmp_path, *digits], ["models", "--card", name],
+        ["classify", tmp_path, "--weights", name], ["explore", "--no-open", "--model", name], ["models", name], ["demo", name],
+        ["train", name], ["train", "digits", "--data", name], ["train", "digits", "--set", name], ["evaluate", name],
+        ["recipes", name], ["evaluate", "dmst_digits", "--data", name], ["data", name], ["data", "info", name],
+        ["report", name], ["data", "fetch", name, "--data-dir", tmp_path],
+        ["data", "verify", name, "--data-dir", tmp_path / name[:99]], ["analyze", name], ["analyze", "certify", name],
+        ["analyze", "maps", name, "--out", "out", *digits], ["analyze", "scored", "--layer", name],
+        ["reproduce", name], ["bench", "figure", name], ["doctor", name],
+        ["--import", name, "operators"], [name],
+    ):  # fmt: skip
+        status, out, err = typed(*words)
+        assert status in (1, 2) and not out and err, words
+
+
+def test_a_terminal_that_knows_less(run: tuple[Path, str]) -> None:
+    """ASCII or Latin-1: what it cannot write is escaped."""
+    for encoding in ("ascii", "latin-1"):
+        status, out, _ = typed("evaluate", run[0], *CPU, encoding=encoding)
+        assert status == 0 and r"\u732b\u3068\u72ac" in out and "[bold]" in out
+
+
+def test_on_a_terminal() -> None:
+    """The colours are ours alone, whatever way a name came in: as a string, as Text, in a table."""
+    screen = io.StringIO()
+    console = Terminal(file=screen, force_terminal=True, width=900, color_system="standard")
+    for name in [*NAMES, *NO_FILES]:
+        table = Table(name, title=name, caption=name)
+        table.add_row(name, style="red")
+        console.print(name, Text(name, "bold"), table, style="green")
+    text = re.sub(r"\x1b\[[0-9;]+m", "", screen.getvalue())
+    assert not {c for c in text if not c.isprintable() and c != "\n"} and r"sgr \x1b[31mred" in text
+    assert all(text.count(name) >= 6 for name in PLAIN) and text.count(r"back\x08\x08\x08\x08gone") == 5
+
+
+def test_a_warning() -> None:
+    """Warnings quote names too; they go to stderr without passing through a command."""
+    typed("--version")
+    told = warnings.formatwarning(f"a save to {NAMES[0]} was interrupted", UserWarning, "files.py", 1, "")
+    assert r"\x1b]8;;http:evil" in told and {c for c in told if not c.isprintable()} == {"\n"}
+
+
+def test_explorer(tmp_path: Path) -> None:
+    """Class names that no file can have, and a folder's: the server answers, in names that can be shown."""
+    names = [*NAMES, *NO_FILES]
+    model = create_model("dmst_digits", dim=16, depth=1, num_heads=2, num_classes=len(names))
+    model.class_names = tuple(names)
+    folder = save_model(model, tmp_path / NAMES[20])
+    (broken := tmp_path / NAMES[0]).mkdir()
+    site = Site(Session([str(folder), str(broken)]))
+    try:
+        for id in ("m0", "m1"):
+            site.session.load(id)
+        network = site.session.network("m0")
+        assert network.state == "ready"
+        look = network.look(site.session.picture("e6"), {})
+        answers = [site.json(each).body.decode() for each in (site.session.start(), look)]
+    finally:
+        site.close()
+    assert all(c.isprintable() for text in answers for c in text)
+    start, look = map(json.loads, answers)
+    assert [each["name"] for each in start["models"]] == [r"byte \xff", r"osc8 \x1b]8;;http:evil.example\x07click\x1b]8;;\x07"]
+    assert start["models"][1]["state"] == "failed"
+    shown = [text for each in look["top"] for text in (each["class"],)] + [each["words"] for each in start["models"]]
+    assert all(text.isprintable() for text in shown)
+
+
+def test_there_is_one_way() -> None:
+    """Everything that is shown goes through dmst.words: nobody else escapes, prints or opens a console."""
+    root = Path(dmst.__file__).parent
+    found = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.ImportFrom(module="html" | "rich.markup" | "rich.console") | ast.Call(func=ast.Name("print")):
+                    found.add(path.name)
+                case ast.Attribute(attr="echo" | "secho"):
+                    found.add(path.name)
+    assert found == {"words.py", "terminal.py"}
