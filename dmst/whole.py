@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from dmst.errors import BadFileError, FullDiskError, SaveError
+from dmst.words import fitting
 
 Pieces = bytes | Iterable[bytes | memoryview]  # a file at once, or as it comes
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the largest file allowed
@@ -74,7 +75,7 @@ def append(path: Path, data: bytes) -> None:
 
 def unguessed(path: Path) -> Path:
     """A name beside `path` that nobody can have prepared."""
-    return path.with_name(f".{path.name[:60]}.{secrets.token_hex(8)}")
+    return path.with_name(f".{fitting(path.name)}.{secrets.token_hex(8)}")
 
 
 def write_folder(
