@@ -38,7 +38,7 @@ VIEW = View(8, 3, (0.5, 0.4, 0.3), (0.25, 0.2, 0.3))
 
 NET = [
     "model.name=dmst_cifar", "model.options.dim=8", "model.options.depth=1", "model.options.num_heads=2",
-    "model.options.patch_size=4", "model.options.mlp_ratio=2.0", "model.options.position=learned",
+    "model.options.patch_size=2", "model.options.mlp_ratio=2.0", "model.options.position=learned",
     "model.options.readout=class_attention", "model.options.readout_depth=1", "data.image_size=8",
     f"run.batch_size={BATCH}", f"run.seed={SEED}",
 ]  # fmt: skip
@@ -83,11 +83,11 @@ def seed_of(step: int, micro: int, rank: int = 0, seed: int = SEED) -> int:
 class ByHand:
     """Weights, moments and running mean of a network, stepped by formulas."""
 
-    def __init__(self, model: nn.Module, knobs: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, knobs: dict[str, Any], matrices: Sequence[str] = BLOCK) -> None:
         self.net, self.knobs, self.taken = copy.deepcopy(model).train(), knobs, 0
         self.forward: Callable[[Tensor], Tensor] = self.net
         self.weights = dict(self.net.named_parameters())
-        self.matrices = BLOCK if knobs["opt"] == "muon" else []
+        self.matrices = matrices if knobs["opt"] == "muon" else []
         kinds = {name: ("mean",) if name in self.matrices else ("exp_avg", "exp_avg_sq") for name in self.weights}
         self.state = {f"{n}.{kind}": torch.zeros_like(p) for n, p in self.weights.items() for kind in kinds[n]}
         self.mean = {name: x.clone() for name, x in self.net.state_dict().items()}
@@ -217,6 +217,16 @@ def test_each_piece(piece: str) -> None:
     norms = [told.norm for told in beside(work, hand, stream(), 4)]
     if piece == "clipping":
         assert min(norms) < 0.9 < max(norms)
+
+
+def test_what_muon_leaves_to_adamw() -> None:
+    """Thin matrices, here of the MLPs; the scores, a row a head, however many heads there are."""
+    knobs = ON | {"opt": "muon"}
+    recipe = tiny(*NET, *settings(knobs), "model.options.num_heads=8", "model.options.mlp_ratio=0.5")
+    model = network(recipe)
+    assert model.get_parameter("blocks.0.operator.assign.weight").shape == (8, 8)
+    hand = ByHand(model, knobs, [name for name in BLOCK if "mlp" not in name])
+    beside(Work(model, recipe, Group(CPU)), hand, stream(), 2)
 
 
 @pytest.mark.parametrize("family", ["tost", "vit", "crate"])
