@@ -142,6 +142,22 @@ def test_the_study_of_the_pets_is_its_numbers() -> None:
     assert (ROOT / "results/pets.md").read_text() == pets.table(ROOT / "results/pets")
 
 
+def test_answers_without_heads_are_those_of_the_file() -> None:
+    """All test images, never a sample: 1,000 of them had said the opposite."""
+    found = json.loads((ROOT / "results/twins/heads-off.json").read_text())
+    told = (ROOT / "docs/maps.md").read_text()
+    for name, row in found.items():
+        assert row["images"].endswith("10,000 images")
+        assert f"| `{name}` | {row['as it is']:,} | {row['all heads off']:,} |" in told
+    ours = found["dmst_cifar10"]
+    for document, words in (
+        ("README.md", "{1} of the 10,000"),
+        ("docs/claims.md", "{0} of the 10,000"),
+        ("docs/lab-notes.md", "{0} and {1} of"),
+    ):
+        assert words.format(f"{ours['as it is']:,}", f"{ours['all heads off']:,}") in (ROOT / document).read_text(), document
+
+
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """Small and quick: no time is judged here, kept memory is."""
     (tmp_path / "readme.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")

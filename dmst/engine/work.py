@@ -139,6 +139,7 @@ class Work:
             self._apply()
             self._rescale(True)
         elif self.recipe.run.amp == "fp16" and math.isfinite(loss) and self.skipped < MOST_SKIPS:
+            self._take_back()
             self._rescale(False)
         else:
             first = self._first_bad(loss, bad_inputs)
