@@ -46,6 +46,7 @@ from dmst.engine.prepare import read_weights
 from dmst.errors import MissingExtraError
 from dmst.explorer import server as serving
 from dmst.explorer import session as sessions
+from dmst.explorer.connections import Limits
 from dmst.explorer.guard import HEADERS, Guard
 from dmst.explorer.server import Site, listening, server_of
 from dmst.explorer.session import Session
@@ -763,8 +764,126 @@ def test_slow_sockets_hold_up_nobody(server: Server, caplog: pytest.LogCaptureFi
     assert until(lambda: not server.server.server_state.connections) and caplog.text == ""
 
 
+NARROW = """
+import resource
+from dmst.explorer.connections import Limits
+from dmst.explorer.server import Site, listening, server_of
+from dmst.explorer.session import Session
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+site = Site(Session(["dmst_digits"]), Limits(head=1, body=0.5, kept=0.5))
+bound = listening("127.0.0.1", 0)
+print(bound.getsockname()[1], flush=True)
+server_of(site, "127.0.0.1").run(sockets=[bound])
+"""
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[SimpleNamespace]:
+    """A server in a process that may open 256 descriptors, as on a Mac, and is soon tired of waiting. It prints no error."""
+    run = subprocess.Popen([sys.executable, "-c", NARROW], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    port = int(run.stdout.readline())
+    made = SimpleNamespace(
+        port=port,
+        connect=lambda: http.client.HTTPConnection("127.0.0.1", port, timeout=5),
+        descriptors=lambda: len(os.listdir(f"/proc/{run.pid}/fd")),
+    )
+    assert Server.ask(made, "GET", "/").status == 200  # type: ignore[arg-type]
+    yield made
+    run.terminate()
+    assert run.communicate(timeout=20)[1] == ""
+
+
+WHOLE = b"GET /nothing HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+HALF_BODY = f"{POST.format('/api/look')}Content-Length: 6000\r\n\r\n{{".encode()
+UNREAD = WHOLE.replace(b"/nothing", b"/api/images/e0") * 40
+HALF_OPEN: dict[str, tuple[int, bytes, bytes, bytes]] = {  # how many, a whole request, half of one, what drips after it
+    "silent": (300, b"", b"", b""),
+    "a head that drips": (300, b"", b"GET / HTTP/1.1\r\nX: ", b"x"),
+    "half a body": (300, b"", HALF_BODY, b""),
+    "a refused body that drips": (300, b"", HALF_BODY.replace(b"X-Dmst: 1", b"X-Dmst: 2"), b" "),
+    "kept": (300, WHOLE, b"", b""),
+    "kept, a head that drips": (300, WHOLE, b"GET / HTTP/1.1\r\nX: ", b"x"),
+    "answers that are not read": (8, b"", UNREAD, b""),
+}
+
+
+@pytest.mark.parametrize("kind", HALF_OPEN)
+def test_half_open_connections_hold_up_nobody(narrow: Any, kind: str) -> None:
+    """A client that comes later is answered while they are there, and they are closed though they still drip."""
+    count, whole, half, drop = HALF_OPEN[kind]
+    before = narrow.descriptors()
+    with contextlib.ExitStack() as lines:
+        held = []
+        for _ in range(count):
+            held.append(lines.enter_context(socket.create_connection(("127.0.0.1", narrow.port), 2)))
+            if whole:
+                held[-1].sendall(whole)
+                assert held[-1].recv(4096).startswith(b"HTTP/1.1 404")
+
+        def send(what: bytes) -> None:
+            for line in held:
+                with contextlib.suppress(ConnectionError):  # the oldest are closed already
+                    line.sendall(what)
+
+        send(half)
+        for _ in range(3):
+            start = time.monotonic()
+            assert Server.ask(narrow, "GET", "/api/start").status == 200
+            assert time.monotonic() - start < 2
+            send(drop)
+
+        def closed() -> bool:
+            send(drop)
+            return bool(narrow.descriptors() <= before)
+
+        assert until(closed, 5), narrow.descriptors()
+
+
+def test_a_crowd_at_the_door_holds_up_nobody(narrow: Any) -> None:
+    """300 connect in one moment: a system that must drop one of them, or the client after them, lets it wait 1 s."""
+    for _ in range(4):
+        with contextlib.ExitStack() as lines:
+            crowd = [lines.enter_context(socket.socket()) for _ in range(300)]
+            for line in crowd:
+                line.setblocking(False)
+            for line in crowd:
+                line.connect_ex(("127.0.0.1", narrow.port))
+            start = time.monotonic()
+            assert Server.ask(narrow, "GET", "/api/start").status == 200
+            assert time.monotonic() - start < 0.9
+
+
+def test_the_next_head_has_its_own_time(narrow: Any) -> None:
+    """It begins before the time between requests is over, and ends after it."""
+    with contextlib.closing(narrow.connect()) as line:
+        assert Server.ask(narrow, "GET", "/api/start", line=line).status == 200
+        for part in (WHOLE[:9], WHOLE[9:]):
+            time.sleep(0.3)
+            line.sock.sendall(part)
+        assert line.sock.recv(12) == b"HTTP/1.1 404"
+
+
+def test_a_question_that_is_being_answered_gives_way_to_nobody(server: Server) -> None:
+    gate = threading.Event()
+    server.site.lanes["m0"].submit(gate.wait)
+    try:
+        with ThreadPoolExecutor(1) as client, contextlib.ExitStack() as lines:
+            waiting = client.submit(server.look, "m0", "e0")
+            assert until(lambda: server.site.waiting == 1)
+            for _ in range(Limits().connections + 20):
+                lines.enter_context(socket.create_connection(("127.0.0.1", server.port), 20))
+            assert server.ask("GET", "/api/start").status == 200
+            assert len(server.server.server_state.connections) <= Limits().connections
+            gate.set()
+            assert waiting.result()["top"]
+    finally:
+        gate.set()
+
+
 def test_a_body_that_does_not_come_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "BODY", 0.2)
+    monkeypatch.setattr(server.site, "limits", Limits(body=0.2))
     said = raw_ask(server, f"{POST.format('/api/look')}Content-Length: 60\r\n\r\n{{".encode())
     assert said.status == 400 and "0.2 s" in said.json["error"]
 

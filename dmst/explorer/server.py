@@ -26,13 +26,13 @@ from typing import Any
 import torch
 
 from dmst.errors import BadImageError, DmstError, OptionError, need
-from dmst.explorer.guard import BROKEN, Guard, is_local, unreadable
+from dmst.explorer.connections import BATCH, QUEUE, Limits, protocol_of, server_with
+from dmst.explorer.guard import BROKEN, Guard, is_local
 from dmst.explorer.session import PATIENCE, UPLOAD, NotReadyError, NotThereError, Session
 
 WAITING = 64  # requests
 TOGETHER = 64 * 2**20  # bytes of all bodies that are under way
 QUESTION = 64 * 2**10  # bytes of JSON
-BODY = 30.0  # seconds that a body may take to arrive
 VIEWS = 4
 ASKED = ("model", "image", "gates")
 KINDS = {
@@ -57,8 +57,8 @@ class RefusedError(DmstError):
 class Site:
     """The application: its methods are its routes."""
 
-    def __init__(self, session: Session) -> None:
-        self.session, self.waiting, self.arriving = session, 0, 0
+    def __init__(self, session: Session, limits: Limits | None = None) -> None:
+        self.session, self.limits, self.waiting, self.arriving = session, limits or Limits(), 0, 0
         self.lanes = {name: ThreadPoolExecutor(1, f"dmst-{name}") for name in (*session.networks, "pictures")}
         self.files = static()
         self.responses = need("starlette.responses", "explore")
@@ -157,7 +157,7 @@ class Site:
             raise RefusedError(413, words)
         found = bytearray()
         try:
-            async with asyncio.timeout(BODY):
+            async with asyncio.timeout(self.limits.body):
                 async for chunk in request.stream():
                     found += chunk
                     self.arriving += len(chunk)
@@ -166,7 +166,7 @@ class Site:
                     if len(found) > QUESTION and self.arriving > TOGETHER:
                         raise RefusedError(503, "too many pictures are being sent at once: try again in a moment")
         except TimeoutError:
-            raise RefusedError(400, f"the request did not arrive within {BODY:g} s") from None
+            raise RefusedError(400, f"the request did not arrive within {self.limits.body:g} s") from None
         except need("starlette.requests", "explore").ClientDisconnect:
             raise RefusedError(400, "the request ended too early") from None
         finally:
@@ -254,25 +254,13 @@ def listening(host: str, port: int) -> socket.socket:
             found = undo.enter_context(socket.socket(family, kind, protocol))
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
-            found.listen(128)
+            found.listen(QUEUE)
             undo.pop_all()
     except OSError as error:
         raise OptionError(
             f"{host} port {port} cannot be listened to ({error.strerror}): --port 0 takes any free one."
         ) from error
     return found
-
-
-def _protocol() -> Any:
-    """Uvicorn's, with our headers also where it answers alone."""
-    plain: Any = need("uvicorn.protocols.http.h11_impl", "explore").H11Protocol
-
-    class Protocol(plain):
-        def send_400_response(self, msg: str) -> None:
-            self.transport.write(unreadable())
-            self.transport.close()
-
-    return Protocol
 
 
 def server_of(site: Site, host: str, token: str = "") -> Any:
@@ -283,13 +271,14 @@ def server_of(site: Site, host: str, token: str = "") -> Any:
         log_level="error",
         server_header=False,
         timeout_graceful_shutdown=2,
-        timeout_keep_alive=75,
+        timeout_keep_alive=site.limits.kept,
+        backlog=BATCH,
         lifespan="off",
         ws="none",
         loop="asyncio",
-        http=_protocol(),
+        http=protocol_of(site.limits),
     )
-    return uvicorn.Server(config)
+    return server_with(config)
 
 
 def serve(
