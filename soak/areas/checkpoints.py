@@ -32,9 +32,9 @@ from torch import Tensor
 
 from dmst.engine.checkpoint import Snapshot
 from dmst.engine.folder import RunFolder
-from dmst.engine.tensors import DTYPES
 from dmst.errors import BadFileError, DmstError
 from dmst.models import load_model, save_model
+from dmst.models.tensors import DTYPES
 from soak.case import Case
 from tests import test_checkpoint as runs
 from tests import test_model_files as models
