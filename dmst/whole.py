@@ -198,7 +198,10 @@ def opened(path: Path, *, links: bool = False) -> Iterator[tuple[BinaryIO, int]]
     with path.open("rb", buffering=0) as file:  # a buffer would hold all of it twice
         refuse_pickle(path, file.read(8))
         file.seek(0)
-        yield file, info.st_size
+        try:
+            yield file, info.st_size
+        except MemoryError as error:
+            raise BadFileError(f"{path} has {info.st_size:,} bytes, and there is no memory for so many.") from error
 
 
 def read(path: Path, size: int | None = None, *, most: int | None = None, links: bool = False) -> bytes:

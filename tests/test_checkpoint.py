@@ -489,12 +489,16 @@ def test_wrong_shapes_and_dtypes_are_for_the_caller_to_see(run: RunFolder) -> No
         tensors.fit(found, wanted)
 
 
+def state_size(place: Path, size: int, name: str = WEIGHTS) -> None:
+    """A file grows to `size`, of which the disk holds no more than before; the manifest says so too."""
+    os.truncate(place / name, size)
+    forge(place, change=put("files", name, "size", value=size))
+
+
 @pytest.mark.parametrize(("size", "most"), [(3 * 10**9, 2**20), (10**12, 2**30)], ids=["3 GB", "1 TB"])
 def test_a_giant_is_refused_unread_and_the_one_before_taken(size: int, most: int, run: RunFolder) -> None:
-    """A sparse file that the manifest states in full: it is no larger on the disk, and never held in memory."""
-    good, place = run.load(3), newest(run)
-    os.truncate(place / WEIGHTS, size)
-    forge(place, change=put("files", WEIGHTS, "size", value=size))
+    good = run.load(3)
+    state_size(newest(run), size)
     with cheaply():
         with pytest.warns(UserWarning, match=r"states [\d,]{13,} bytes of tensors, and those of this run are at most"):
             assert same(run.newest(most), good)
@@ -511,9 +515,8 @@ def test_countless_empty_tensors_are_refused_unread(run: RunFolder) -> None:
 
 @pytest.mark.parametrize("name", ["state.json", "config.toml"])
 def test_a_giant_beside_the_tensors(name: str, run: RunFolder) -> None:
-    good, place = run.load(3), newest(run)
-    os.truncate(place / name, 10**10)
-    forge(place, change=put("files", name, "size", value=10**10))
+    good = run.load(3)
+    state_size(newest(run), 10**10, name)
     with cheaply():
         refused(run, good, f"states 10,000,000,000 bytes of {name}, more than 16,777,216")
 

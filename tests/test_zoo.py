@@ -516,7 +516,7 @@ def test_the_operator_s_own_options_are_refused_when_the_config_is_made() -> Non
             r"img_size is \(512, 512\): that is 262,144 patches, and at most 65,536",
         ),
         ({"dim": 10**6}, "dim is 1000000: it must be a whole number from 1 to 65,536"),
-        ({"depth": 513}, "depth is 513: it must be a whole number from 1 to 512"),
+        ({"depth": 257}, "depth is 257: it must be a whole number from 1 to 256"),
         ({"num_classes": 10**9}, "num_classes is 1000000000: it must be a whole number from 0 to 10,000,000"),
         ({"gate_scale": 1e308}, "gate_scale is 1e.308: it must be a finite number from -1e.06 to 1e.06"),
         ({"gate_scale": -1e7}, "gate_scale is -10000000"),

@@ -38,8 +38,7 @@ MEANS = {
 def look(model: VisionModel, trace: Trace, forced: Collection[int] = ()) -> dict[str, Any]:
     """`forced`: layers in which a gate was forced, and whose own gates are computed again. Outside of `forced_gates`."""
     if not torch.isfinite(trace.logits).all():
-        forcing = ", with these gates," if forced else ""
-        raise bad_answer(model.config.name, f"this picture{forcing}")
+        raise bad_answer(model.config.name, "this picture")
     probabilities = trace.logits[0].double().softmax(-1)
     ranked = probabilities.sort(descending=True, stable=True).indices[:TOP].tolist()
     names = names_of(model)

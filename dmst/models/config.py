@@ -32,7 +32,7 @@ READOUTS = ("class_attention", "token", "mean")
 POOLS = ("token", "avg", "")
 # what no network needs more of; that a config alone could ask for terabytes, or for hours
 MOST = {
-    "dim": 65_536, "depth": 512, "num_heads": 65_536, "patch_size": 4_096, "readout_depth": 512, "in_chans": 4_096,
+    "dim": 65_536, "depth": 256, "num_heads": 65_536, "patch_size": 4_096, "readout_depth": 256, "in_chans": 4_096,
     "num_classes": 10_000_000,
 }  # fmt: skip
 MOST_PIXELS, MOST_PATCHES = 4_096, 65_536  # along a side; of an image

@@ -170,8 +170,6 @@ def _read(path: Path, read: Callable[[Path], bytes]) -> bytes:
         return read(path)
     except BadFileError:
         raise
-    except MemoryError as error:
-        raise BadFileError(f"{path} has {path.stat().st_size:,} bytes, and there is no memory for so many.") from error
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
         raise BadFileError(
             f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): "

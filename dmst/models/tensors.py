@@ -100,7 +100,7 @@ def header(path: Path, file: BinaryIO, size: int, most: int) -> dict[str, Entry]
     end = 0
     for start, stop, name in placed:
         if start != end:
-            raise _not_one(path, f"{name} begins at {start:,} of the data, and {end:,} is where it must")
+            raise _not_one(path, f"{shown(name)} begins at {start:,} of the data, and {end:,} is where it must")
         end = stop
     if end != size - 8 - length:
         raise _not_one(path, f"its tensors have {end:,} bytes, and it has {size - 8 - length:,} for them")
@@ -141,11 +141,11 @@ def _place(name: str, entry: Any) -> tuple[int, int]:
         raise ValueError(f"{shown(name)} does not have dtype, shape and data_offsets alone")
     word, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(word) is not str or word not in WORDS:
-        raise ValueError(f"{name} is {word if type(word) is str else shown(word)}, and {', '.join(WORDS)} are read")
+        raise ValueError(f"{shown(name)} is of dtype {shown(word)}, and {', '.join(WORDS)} are read")
     if not all(type(x) is list and all(type(i) is int and 0 <= i < 2**63 for i in x) for x in (shape, place)):
         raise ValueError(f"the shape or data_offsets of {shown(name)} are no lists of whole numbers")
     if len(shape) > MOST_AXES or len(place) != 2 or place[1] - place[0] != math.prod(shape) * WORDS[word].itemsize:
-        raise ValueError(f"{name} of shape {shown(shape)} in {word} does not take the bytes {shown(place)}")
+        raise ValueError(f"{shown(name)} of shape {shown(shape)} in {word} does not take the bytes {shown(place)}")
     return place[0], place[1]
 
 
