@@ -503,6 +503,8 @@ def test_a_giant_is_refused_unread_and_the_one_before_taken(size: int, most: int
         with pytest.warns(UserWarning, match=r"states [\d,]{13,} bytes of tensors, and those of this run are at most"):
             assert same(run.newest(most), good)
         assert run.prune() == []  # which hashes what it counts
+        run.save(snapshot(6))  # which looks whether it is there already
+    assert run.load(6).step == 6
 
 
 def test_countless_empty_tensors_are_refused_unread(run: RunFolder) -> None:

@@ -60,8 +60,9 @@ def contents(snapshot: Snapshot) -> tuple[int, dict[str, whole.Pieces]]:
 
 def holds(folder: Path, snapshot: Snapshot) -> bool:
     """Whether `folder` is a checkpoint of exactly `snapshot`, and whole."""
+    size = sum(x.nbytes for tensors in snapshot.tensors.values() for x in tensors.values())
     try:
-        stored = verify(folder, snapshot.step)
+        stored = verify(folder, snapshot.step, size)
     except BadFileError:
         return False
     told: dict[str, Any] = {}
