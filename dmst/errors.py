@@ -95,6 +95,14 @@ class NonFiniteError(DmstError):
     """A number that training or evaluation came to is NaN or infinite; no weight was changed by it."""
 
 
+def bad_answer(network: str, what: str) -> NonFiniteError:
+    """The error for logits of `what` that are not finite."""
+    return NonFiniteError(
+        f"{network} answers {what} with NaN or infinity: its weights are of no use. Name other weights, or train it again with "
+        "a smaller optim.lr."
+    )
+
+
 class DeviceMemoryError(DmstError):
     """The memory of the device does not suffice for a step; no weight was changed."""
 

@@ -6,7 +6,7 @@
     append(path, data)                     to the end of a file of ours
     set_aside(folder)                      old folders that stepped aside: all that a kill between two renames can leave
     sealed(told)                           JSON whose last entry, self_sha256, covers the rest; check_seal is its reader
-    read(path, size)                       the bytes of a plain file: no pipe is waited for, no device read, no pickle
+    opened(path), read(path, size)         the bytes of a plain file: no pipe is waited for, no device read, no pickle
     refuse_pickle(path, raw)               by the first bytes, whatever the name
 
 A failure to write raises SaveError, names what is needed and free, and leaves everything as it was. Nothing is written through
@@ -24,10 +24,10 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dmst.errors import BadFileError, FullDiskError, SaveError
 from dmst.words import fitting
@@ -208,18 +208,28 @@ def check_seal(path: Path, told: dict[str, Any], raw: bytes) -> None:
         raise BadFileError(f"{path} is damaged or was edited: its bytes do not match its self_sha256.")
 
 
-def read(path: Path, size: int | None = None, *, most: int | None = None, links: bool = False) -> bytes:
-    """The bytes of a plain file, of this size or of at most so many; `links` to one are followed. OSError if it has none."""
+@contextmanager
+def opened(path: Path, *, links: bool = False) -> Iterator[tuple[BinaryIO, int]]:
+    """A plain file and its size, of which nothing is read yet; `links` to one are followed. OSError if there is none."""
     info = path.stat() if links else path.lstat()
     if not stat.S_ISREG(info.st_mode):
         raise BadFileError(f"{path} is not a plain file{'' if links else ': links are not followed'}.")
     with path.open("rb", buffering=0) as file:  # a buffer would hold all of it twice
         refuse_pickle(path, file.read(8))
-        if most is not None and info.st_size > most:
-            raise BadFileError(f"{path} is damaged: {info.st_size:,} bytes instead of at most {most:,}.")
-        if size not in (None, info.st_size):
-            raise BadFileError(f"{path} is damaged: {info.st_size:,} bytes instead of {size:,}.")
         file.seek(0)
+        try:
+            yield file, info.st_size
+        except MemoryError as error:
+            raise BadFileError(f"{path} has {info.st_size:,} bytes, and there is no memory for so many.") from error
+
+
+def read(path: Path, size: int | None = None, *, most: int | None = None, links: bool = False) -> bytes:
+    """The bytes of a plain file, of this size or of at most so many."""
+    with opened(path, links=links) as (file, found):
+        if most is not None and found > most:
+            raise BadFileError(f"{path} is damaged: {found:,} bytes instead of at most {most:,}.")
+        if size not in (None, found):
+            raise BadFileError(f"{path} is damaged: {found:,} bytes instead of {size:,}.")
         return file.read()
 
 

@@ -84,6 +84,23 @@ def test_a_dataset_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         open_set("cifar10", "train", data_dir=put(tmp_path / "empty/x", b"").parent)  # the argument goes before the variable
 
 
+# a pickle of 515 bytes: a dict whose key is a pair of one pair, a hundred times over, so that hashing it never ends
+ENDLESS = b"\x80\x02}K\x01" + b"q\x01h\x01\x86" * 100 + b"K\x01s."
+
+
+@pytest.mark.parametrize(("name", "digits"), [("cifar10", "10"), ("cifar100", "100")])
+@pytest.mark.parametrize("packed", [False, True], ids=["folder", "archive"])
+def test_python_batches_are_refused_unread(name: str, digits: str, packed: bool, tmp_path: Path) -> None:
+    folder = "cifar-10-batches-py" if name == "cifar10" else "cifar-100-python"
+    file = "test_batch" if name == "cifar10" else "test"
+    if packed:
+        tar(tmp_path / f"cifar-{digits}-python.tar.gz", {f"{folder}/{file}": ENDLESS}, "w:gz")
+    else:
+        put(tmp_path / folder / file, ENDLESS)
+    with pytest.raises(BadFileError, match=rf"pickles.*cifar-{digits}-binary\.tar\.gz.*`dmst data fetch {name}`"):
+        open_set(name, "test", data_dir=tmp_path)
+
+
 def test_forms_are_tried_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def variant() -> tuple[str, int]:
         found = open_set("cifar10", "test", data_dir=tmp_path)
@@ -92,9 +109,8 @@ def test_forms_are_tried_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for k, name in enumerate(CIFAR10):
         put(tmp_path / f"cifar10/test/{name}/1.png", TEN[k])
     assert variant() == ("FileSet", 10)
-    batch = {"labels": [*range(10), 1], "data": planes(noise(11, 32, 32, 3))}
-    tar(tmp_path / "cifar-10-python.tar.gz", {"cifar-10-batches-py/test_batch": pickle.dumps(batch, 2)}, "w:gz")
-    assert variant() == ("ArraySet", 11)
+    put(tmp_path / "cifar-10-batches-py/test_batch", ENDLESS)
+    assert variant() == ("FileSet", 10)  # refused only where nothing else is there
     put(tmp_path / "cifar-10-batches-bin/test_batch.bin", binary([*range(10), 2, 3], planes(noise(12, 32, 32, 3))))
     assert variant() == ("ArraySet", 12)
     path = tmp_path / "cifar10-test.zip"

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from dmst import whole
-from dmst.engine import checkpoint, tensors
+from dmst.engine import checkpoint
 from dmst.engine.checkpoint import Snapshot
 from dmst.engine.folder import RunFolder
 from dmst.errors import BadFileError, FullDiskError, OptionError, SaveError
+from dmst.models import tensors
+from tests.test_model_files import cheaply
 
 FILES = ["config.toml", "ema.safetensors", "manifest.json", "model.safetensors", "optim.safetensors", "state.json"]
 WEIGHTS, MANIFEST = "model.safetensors", "manifest.json"
@@ -263,7 +265,7 @@ def test_damaged_ones_do_not_count(run: RunFolder) -> None:
 
 def test_a_whole_one_is_hashed_once(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     read, seen = checkpoint.verify, []
-    monkeypatch.setattr(checkpoint, "verify", lambda folder, step: (seen.append(step), read(folder, step))[1])
+    monkeypatch.setattr(checkpoint, "verify", lambda folder, step, *rest: (seen.append(step), read(folder, step, *rest))[1])
     run.prune()
     run.prune()
     run.save(snapshot(6, value=2.0))
@@ -485,6 +487,40 @@ def test_wrong_shapes_and_dtypes_are_for_the_caller_to_see(run: RunFolder) -> No
     found = run.load(6).tensors["model"]
     with pytest.raises(BadFileError, match=r"head\.bias is torch\.float32 of shape \(4,\), and torch\.float32 of shape \(5,\)"):
         tensors.fit(found, wanted)
+
+
+def state_size(place: Path, size: int, name: str = WEIGHTS) -> None:
+    """A file grows to `size`, of which the disk holds no more than before; the manifest says so too."""
+    os.truncate(place / name, size)
+    forge(place, change=put("files", name, "size", value=size))
+
+
+@pytest.mark.parametrize(("size", "most"), [(3 * 10**9, 2**20), (10**12, 2**30)], ids=["3 GB", "1 TB"])
+def test_a_giant_is_refused_unread_and_the_one_before_taken(size: int, most: int, run: RunFolder) -> None:
+    good = run.load(3)
+    state_size(newest(run), size)
+    with cheaply():
+        with pytest.warns(UserWarning, match=r"states [\d,]{13,} bytes of tensors, and those of this run are at most"):
+            assert same(run.newest(most), good)
+        assert run.prune() == []  # which hashes what it counts
+        run.save(snapshot(6))  # which looks whether it is there already
+    assert run.load(6).step == 6
+
+
+def test_countless_empty_tensors_are_refused_unread(run: RunFolder) -> None:
+    good = run.load(3)
+    told = b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(200_000))
+    forge(newest(run), {WEIGHTS: header(b"{%b}" % told)})
+    with cheaply(2**26):  # the file itself is 11 MB
+        refused(run, good, "its header is said to have .* bytes")
+
+
+@pytest.mark.parametrize("name", ["state.json", "config.toml"])
+def test_a_giant_beside_the_tensors(name: str, run: RunFolder) -> None:
+    good = run.load(3)
+    state_size(newest(run), 10**10, name)
+    with cheaply():
+        refused(run, good, f"states 10,000,000,000 bytes of {name}, more than 16,777,216")
 
 
 @pytest.mark.parametrize(

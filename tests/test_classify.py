@@ -15,7 +15,7 @@ from dmst import cli, create_model
 from dmst.analysis.membership import ends, fit, gradient_map, overlay, picture, sheet
 from dmst.data import catalog
 from dmst.engine.classify import classify, photos_in
-from dmst.errors import DmstError, OptionError
+from dmst.errors import DmstError, NonFiniteError, OptionError
 from dmst.models import load_model, save_model
 
 
@@ -103,6 +103,18 @@ def test_bad_requests_say_what_to_do(photos: Path, tmp_path: Path) -> None:
     ):
         said = CliRunner().invoke(cli.app, ["classify", photo, *words])
         assert isinstance(said.exception, DmstError) and message in str(said.exception), words
+
+
+def test_an_answer_that_is_not_finite_is_an_error(photos: Path, tmp_path: Path) -> None:
+    model = create_model("dmst_digits", pretrained=True)
+    with torch.no_grad():
+        model.norm.weight.fill_(3e38)  # finite, and what comes of it is not
+    save_model(model, tmp_path / "bad")
+    for more in ([], ["--json"], ["--maps", str(tmp_path / "maps")]):
+        said = CliRunner().invoke(cli.app, ["classify", str(photos / "1.png"), "--weights", str(tmp_path / "bad"), *more])
+        assert said.exit_code != 0 and isinstance(said.exception, NonFiniteError) and not said.stdout
+        assert "dmst_digits answers 1.png with NaN or infinity" in str(said.exception).replace(f"{photos}/", "")
+        assert "other weights" in str(said.exception)
 
 
 def test_a_folder_is_meant_before_a_name(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ from dmst.analysis.membership import attention_received, enlarge
 from dmst.analysis.scored import orders_of
 from dmst.engine.classify import classify
 from dmst.engine.prepare import read_weights
-from dmst.errors import MissingExtraError
+from dmst.errors import MissingExtraError, NonFiniteError
 from dmst.explorer import server as serving
 from dmst.explorer import session as sessions
 from dmst.explorer.connections import Limits
@@ -331,9 +331,8 @@ def test_numbers_that_are_none_are_null(server: Server) -> None:
     endless = sessions.Picture("u0", 1, 1, b"", {id: torch.full((1, 3, 32, 32), torch.inf) for id in ("m1", "m4")})
     server.session._uploads["u0"] = endless
     for id in ("m1", "m4"):
-        told = server.look(id, "u0")
-        assert told["probabilities"] == [None] * 7 and told["margin"] is None and len(told["top"]) == 5
-        assert told["layers"][0]["maps"][0] == [None] * 16 and told["layers"][0]["low"] == 0 < told["layers"][0]["high"]
+        said = server.ask("POST", "/api/look", {"model": id, "image": "u0", "gates": {}})
+        assert said.status == 422 and "answers this picture with NaN or infinity" in said.json["error"]  # never a prediction
         assert server.look(id, "u0", what="rates")["rates"]["coding"] == [None, None]
     assert server.look("m1", "e0", {"0": {"0": 1e6, "1": -1e6}})["probabilities"][0] is not None
 
@@ -1000,6 +999,20 @@ def test_the_browser_is_opened_at_the_link(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(serving, "server_of", lambda *_: SimpleNamespace(run=lambda sockets: sockets[0].close()))
     serving.serve(["dmst_digits"], tell=told.append)
     assert until(lambda: len(opened) == 1) and told == [f"{opened[0]}  (Ctrl-C ends it)"]
+
+
+def test_a_prediction_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
+    model = create_model("dmst_digits", pretrained=True)
+    with torch.no_grad():
+        model.norm.weight.fill_(3e38)  # finite, and what comes of it is not
+    save_model(model, tmp_path / "bad")
+    session = Session([str(tmp_path / "bad")])
+    try:
+        session.load("m0")  # the network itself is whole
+        with pytest.raises(NonFiniteError, match="dmst_digits answers this picture with NaN or infinity"):
+            session.network("m0").look(session.picture("e0"), {})
+    finally:
+        session.close()
 
 
 def test_a_network_without_a_classifier_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,7 +114,6 @@ def published(
     """The table says that `content` is what the authors publish."""
     file = File(path, f"https://example.org/{Path(path).name}", len(content), md5(content), unpacked)
     monkeypatch.setattr(fetch, "FILES", {name: (file,)})
-    monkeypatch.setattr(fetch, "OTHERS", {})
 
 
 def names(folder: Path) -> list[str]:
@@ -501,7 +500,7 @@ def test_an_unknown_name(tmp_path: Path) -> None:
 def test_the_table_is_well_formed() -> None:
     for name in official.FILES:
         places = {place for form in catalog.CATALOG[name].formats for split in form.places.values() for place in split}
-        files = (*official.FILES[name], *official.OTHERS.get(name, ()))
+        files = official.FILES[name]
         for file in files:
             assert file.url.startswith("https://") and file.url.endswith(f"/{Path(file.path).name}")
             assert re.fullmatch(r"[0-9a-f]{32}", file.md5) and file.bytes > 10**7
@@ -525,5 +524,5 @@ def test_the_checksums_are_those_of_torchvision() -> None:
     if spec is None or spec.origin is None:
         pytest.skip("torchvision is not installed")
     source = "".join(path.read_text() for path in sorted((Path(spec.origin).parent / "datasets").glob("*.py")))
-    files = [file for table in (official.FILES, official.OTHERS) for files in table.values() for file in files]
+    files = [file for files in official.FILES.values() for file in files]
     assert [file.path for file in files if file.md5 not in source] == ["cifar-10-binary.tar.gz", "cifar-100-binary.tar.gz"]

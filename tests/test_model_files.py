@@ -8,10 +8,14 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import socket
 import struct
-from collections.abc import Callable
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from torch import Tensor, nn
 
 from dmst import whole
 from dmst.errors import BadFileError, DmstError, OptionError, SaveError
-from dmst.models import VisionModel, create_model, files, load_model, save_model
+from dmst.models import ModelConfig, VisionModel, create_model, load_model, save_model
 from dmst.operators import DMSA, OPERATORS
 from dmst.operators.orthonormal import is_orthonormal
 
@@ -62,12 +66,25 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is built, before the file is known to be whole, fails the test."""
+    """A model that takes weights, before the file is known to be whole, fails the test."""
 
-    def build(*_: object, **__: object) -> None:
-        pytest.fail("a model was built from a bad file")
+    def take(*_: object, **__: object) -> None:
+        pytest.fail("a model took the weights of a bad file")
 
-    monkeypatch.setattr(files, "VisionModel", build)
+    monkeypatch.setattr(VisionModel, "load_state_dict", take)
+
+
+@contextmanager
+def cheaply(room: int = 2**25) -> Iterator[None]:
+    """In less than 1 s, with less memory than `room`."""
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        yield
+        took, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert took < 1 and peak < room, f"{took:.1f} s, {peak:,} bytes"
 
 
 # --- whole files -----------------------------------------------------------------------------------------------------
@@ -377,14 +394,14 @@ def header_length(weights: bytes) -> int:
 
 
 def test_every_flipped_bit_is_refused(folder: Path, untouched: None) -> None:
-    """500 over both files by their sizes, 100 in the header of the weights, and one in every byte of the config."""
+    """200 over both files by their sizes, 100 in the header of the weights, and one in every byte of the config."""
     draw = random.Random(0)
     whole = {name: (folder / name).read_bytes() for name in BOTH}
     flips = [(CONFIG, 8 * i + draw.randrange(8)) for i in range(len(whole[CONFIG]))]
     flips += [(WEIGHTS, draw.randrange(8 * header_length(whole[WEIGHTS]))) for _ in range(100)]
     flips += [
         (name, draw.randrange(8 * len(whole[name])))
-        for name in draw.choices(BOTH, weights=[len(whole[name]) for name in BOTH], k=500)
+        for name in draw.choices(BOTH, weights=[len(whole[name]) for name in BOTH], k=200)
     ]
     assert len(set(flips)) > 1000 and {name for name, _ in flips} == set(BOTH)
     for name in BOTH:
@@ -493,9 +510,9 @@ def as_dtype(dtype: torch.dtype) -> Callable[[dict[str, Tensor]], dict[str, Tens
         pytest.param(with_value("stem.layers.1.num_batches_tracked", torch.tensor(True)), "needs torch.int64", id="bool count"),
         pytest.param(as_dtype(torch.int8), "is torch.int8, and .* needs torch.float32", id="int8"),
         pytest.param(as_dtype(torch.bool), "is torch.bool", id="bool"),
-        pytest.param(as_dtype(torch.complex64), "is torch.complex64", id="complex"),
-        pytest.param(as_dtype(torch.float8_e4m3fn), "is torch.float8_e4m3fn", id="float8 e4m3"),
-        pytest.param(as_dtype(torch.float8_e5m2), "is torch.float8_e5m2", id="float8 e5m2"),
+        pytest.param(as_dtype(torch.complex64), "is of dtype 'C64', and I64, F64", id="complex"),
+        pytest.param(as_dtype(torch.float8_e4m3fn), "is of dtype 'F8_E4M3'", id="float8 e4m3"),
+        pytest.param(as_dtype(torch.float8_e5m2), "is of dtype 'F8_E5M2'", id="float8 e5m2"),
     ],
 )
 @pytest.mark.parametrize("verified", [True, False])
@@ -536,6 +553,93 @@ def test_any_header_under_right_hashes_loads_or_is_refused(folder: Path) -> None
         except DmstError:
             refused += 1
     assert refused > 200
+
+
+def state_size(folder: Path, size: int) -> Path:
+    """The weights grow to `size`, of which the disk holds no more than before; the config says so too."""
+    os.truncate(folder / WEIGHTS, size)
+    return forge(folder, change=put("dmst", "files", WEIGHTS, "size", value=size))
+
+
+@pytest.mark.parametrize("size", [3 * 10**9, 10**12], ids=["3 GB", "1 TB"])
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_giant_is_refused_unread(size: int, verified: bool, folder: Path, untouched: None) -> None:
+    state_size(folder, size)
+    if not verified:
+        foreign(folder)
+    with cheaply(), pytest.raises(BadFileError, match=f"{size:,} bytes instead of at most [\\d,]+, which .* can have"):
+        load_model(folder, unverified=not verified)
+
+
+def test_a_giant_of_the_right_size_is_refused_by_its_header(folder: Path, untouched: None) -> None:
+    """A config can ask for a file of 3 GB; this one has the header of another network."""
+    forge(folder, change=put("dmst", "config", "mlp_ratio", value=1e6))
+    state_size(folder, 3 * 10**9)
+    with cheaply(), pytest.raises(BadFileError, match=r"is not a safetensors file \(its tensors have [\d,]+ bytes"):
+        load_model(folder)
+
+
+def with_header(head: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(head)) + head + data
+
+
+def test_a_giant_that_is_right_still_needs_memory(folder: Path, untouched: None) -> None:
+    """Names, shapes and sizes are those of the config: 6 GB of zeros."""
+    forge(folder, change=put("dmst", "config", "mlp_ratio", value=1e6))
+    config = ModelConfig(**json.loads((folder / CONFIG).read_bytes())["dmst"]["config"])
+    told, end = {}, 0
+    for name, x in VisionModel(config, device="meta").state_dict().items():
+        kind = "F32" if x.is_floating_point() else "I64"
+        told[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [end, end + x.nbytes]}
+        end += x.nbytes
+    raw = with_header(json.dumps(told).encode())
+    (folder / WEIGHTS).write_bytes(raw)
+    state_size(folder, len(raw) + end)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, limits[1]))
+    try:
+        with pytest.raises(BadFileError, match=r"has 6,[\d,]+ bytes, and there is no memory for so many"):
+            load_model(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_countless_empty_tensors_are_refused_unread(verified: bool, folder: Path, untouched: None) -> None:
+    """In a network that is large enough for such a header, but has a few tensors only."""
+    told = ",".join(f'"{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(200_000))
+    forge(folder, with_header(f"{{{told}}}".encode()), put("dmst", "config", "mlp_ratio", value=1e6))
+    if not verified:
+        foreign(folder, {"architecture": "dmst_tiny", "num_classes": 3, "model_args": SMALL | {"mlp_ratio": 1e6}})
+    with cheaply(), pytest.raises(BadFileError, match=r"is not a safetensors file \(its header is said to have"):
+        load_model(folder, unverified=not verified)
+
+
+@pytest.mark.parametrize("level", ["tensor", "its dtype"])
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_name_that_comes_twice_is_refused(level: str, verified: bool, folder: Path, untouched: None) -> None:
+    raw = (folder / WEIGHTS).read_bytes()
+    head, data = raw[8 : header_length(raw)].rstrip(), raw[header_length(raw) :]
+    first = json.dumps(json.loads(head)["head.bias"])
+    twice = {
+        "tensor": b'{"head.bias":' + first.encode() + b"," + head[1:],
+        "its dtype": head.replace(b'"head.bias":{', b'"head.bias":{"dtype":"F32",'),
+    }
+    forge(folder, with_header(twice[level], data))
+    if not verified:
+        foreign(folder)
+    with pytest.raises(BadFileError, match=f"{'head.bias' if level == 'tensor' else 'dtype'}' comes twice"):
+        load_model(folder, unverified=not verified)
+
+
+def test_the_header_of_another_writer_is_read(folder: Path) -> None:
+    """Another order, other spaces, and metadata, as safetensors itself allows."""
+    wanted, raw = load_model(folder), (folder / WEIGHTS).read_bytes()
+    told = json.loads(raw[8 : header_length(raw)])
+    told = {"__metadata__": {"format": "pt"}} | dict(reversed(told.items()))
+    forge(folder, with_header(json.dumps(told, indent=1).encode(), raw[header_length(raw) :]))
+    assert same(load_model(folder), wanted) and same(load_model(foreign(folder), unverified=True), wanted)
 
 
 class Canary:
@@ -603,8 +707,7 @@ ENDLESS = [(what, name) for what in ("pipe", "link to a pipe", "socket", "link t
 
 @pytest.mark.parametrize(
     ("what", "name", "unverified"),
-    [(*each, unverified) for each in (*ENDLESS, ("1 TiB", CONFIG)) for unverified in (False, True)]
-    + [("1 TiB", WEIGHTS, False)],
+    [(*each, unverified) for each in (*ENDLESS, ("1 TiB", CONFIG), ("1 TiB", WEIGHTS)) for unverified in (False, True)],
 )
 def test_what_would_be_waited_for_or_never_ends(
     what: str, name: str, unverified: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, untouched: None
@@ -625,9 +728,7 @@ def test_what_would_be_waited_for_or_never_ends(
     else:
         os.mkfifo(folder / "pipe")
         (folder / "pipe").rename(path) if what == "pipe" else path.symlink_to("pipe")
-    message = (
-        f"{name} is damaged: 1,099,511,627,776 bytes instead of at most" if what == "1 TiB" else f"{name} is not a plain file"
-    )
+    message = f"{name} is damaged: 1,099,511,627,776 bytes instead of" if what == "1 TiB" else f"{name} is not a plain file"
     with pytest.raises(BadFileError, match=message):
         load_model(folder, unverified=unverified)
 
@@ -722,6 +823,8 @@ def put(*keys: str, value: Any) -> Callable[[dict], None]:
         (put("dmst", "config", "operator_options", value=[1]), "operator_options is"),
         (put("dmst", "config", "depth", value=2), "missing .*blocks.1."),
         (put("dmst", "config", "num_heads", value=3), "not divisible"),
+        (put("dmst", "config", "img_size", value=[40000, 40000]), "img_size is .*: it must be a whole number from 1 to 4,096"),
+        (put("dmst", "config", "operator_options", value={"gate_scale": 1e308}), "gate_scale is 1e.308: it must be"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -863,7 +966,7 @@ def test_options_that_json_would_change_are_refused(value: Any, tmp_path: Path, 
     assert names(tmp_path) == []
 
 
-HUGE = {"dim": 2**19, "patch_size": 2**19, "img_size": 2**19, "in_chans": 2**19, "stem": "patch"}  # 2^76 elements
+HUGE = {"dim": 2**16, "num_classes": 10**6, "mlp_ratio": 1e6, "depth": 100}  # more bytes than 64 bits can count
 
 
 @pytest.mark.parametrize(
@@ -872,9 +975,9 @@ HUGE = {"dim": 2**19, "patch_size": 2**19, "img_size": 2**19, "in_chans": 2**19,
         (("dmst", "files", "model.safetensors", "size"), None, "has no config or no size"),
         (("dmst", "files", "model.safetensors", "size"), "1", "has no config or no size"),
         (("dmst", "config", "operator_options"), {"self": 1}, "is not a valid config|operator_options"),
-        (("dmst", "config", "depth"), 900_000, "tensors for 900000 blocks"),
-        (("dmst", "config", "readout_depth"), 900_000, "tensors for 900000 blocks"),
-        (("dmst", "config"), HUGE, "describes a network that cannot be"),
+        (("dmst", "config", "depth"), 900_000, "depth is 900000: it must be a whole number from 1 to 256"),
+        (("dmst", "config", "readout_depth"), 900_000, "readout_depth is 900000"),
+        (("dmst", "config"), HUGE, "does not hold the weights of custom: missing"),
     ],
 )
 def test_hostile_configs_with_right_hashes(path: tuple, value: Any, message: str, folder: Path) -> None:

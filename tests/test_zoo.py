@@ -506,6 +506,29 @@ def test_the_operator_s_own_options_are_refused_when_the_config_is_made() -> Non
             model_config("dmst_tiny", **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"img_size": 40000}, "img_size is 40000: it must be a whole number from 1 to 4,096"),
+        ({"img_size": (4096, 16), "patch_size": 8192}, "patch_size is 8192"),
+        (
+            {"img_size": 512, "patch_size": 1},
+            r"img_size is \(512, 512\): that is 262,144 patches, and at most 65,536",
+        ),
+        ({"dim": 10**6}, "dim is 1000000: it must be a whole number from 1 to 65,536"),
+        ({"depth": 257}, "depth is 257: it must be a whole number from 1 to 256"),
+        ({"num_classes": 10**9}, "num_classes is 1000000000: it must be a whole number from 0 to 10,000,000"),
+        ({"gate_scale": 1e308}, "gate_scale is 1e.308: it must be a finite number from -1e.06 to 1e.06"),
+        ({"gate_scale": -1e7}, "gate_scale is -10000000"),
+        ({"operator": "mhsa", "operator_options": {"qk_scale": 1e30}}, "qk_scale is 1e.30"),
+    ],
+    ids=str,
+)
+def test_a_config_has_limits(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        model_config("dmst_tiny", **options)
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     config = model_config("dmst_digits", num_classes=np.int64(3), img_size=np.int32(16))
     assert config.num_classes == 3 and type(config.num_classes) is int and config.img_size == (16, 16)

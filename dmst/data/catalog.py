@@ -132,9 +132,9 @@ CATALOG: Mapping[str, Entry] = {
         citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
         formats=(
             sheets.form(CIFAR10_SHEETS),
-            cifar.form("official binary batches", "cifar-10-batches-bin", "cifar-10-binary.tar.gz"),
-            cifar.form("official python batches", "cifar-10-batches-py", "cifar-10-python.tar.gz"),
+            cifar.form("cifar-10-batches-bin", "cifar-10-binary.tar.gz"),
             folders.form("cifar10"),
+            cifar.python_form("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"),
         ),
         fetched=True,
     ),
@@ -148,9 +148,9 @@ CATALOG: Mapping[str, Entry] = {
         citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
         formats=(
             sheets.form(CIFAR100_SHEETS),
-            cifar.form("official binary batches", "cifar-100-binary", "cifar-100-binary.tar.gz"),
-            cifar.form("official python batches", "cifar-100-python", "cifar-100-python.tar.gz"),
+            cifar.form("cifar-100-binary", "cifar-100-binary.tar.gz"),
             folders.form("cifar100"),
+            cifar.python_form("cifar-100-python", "cifar-100-python.tar.gz", "cifar-100-binary.tar.gz"),
         ),
         fetched=True,
     ),

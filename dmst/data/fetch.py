@@ -21,7 +21,7 @@ from typing import NamedTuple
 from dmst import whole
 from dmst.data import catalog
 from dmst.data.download import download, forget, length, saving
-from dmst.data.official import FILES, NOT_FETCHED, OTHERS, PACKED, File, Tick, differs, digests, no_tick
+from dmst.data.official import FILES, NOT_FETCHED, PACKED, File, Tick, differs, digests, no_tick
 from dmst.data.unpack import unpack
 from dmst.errors import BadFileError, FetchError, FullDiskError, OptionError, unknown_name
 
@@ -113,7 +113,7 @@ def verify(name: str, data_dir: str | Path, *, tick: Tick | None = None) -> list
         raise unknown_name("dataset", name, catalog.CATALOG)
     tick, folder, verdicts = tick or no_tick, Path(data_dir), []
     recorded = _recorded(folder)
-    for file in (*FILES.get(name, ()), *OTHERS.get(name, ())):
+    for file in FILES.get(name, ()):
         if (folder / file.path).is_file():
             wrong, sha256 = differs(folder / file.path, file, tick)
             if not wrong and recorded.get(file.path, sha256) != sha256:

@@ -62,15 +62,6 @@ FILES: Mapping[str, tuple[File, ...]] = {
         File("food-101.tar.gz", f"{ZURICH}/food-101.tar.gz", 4_996_278_331, "85eeb15f3717b99a5da872d97d918f87", "food-101"),
     ),
 }
-# read where they are, and not fetched
-OTHERS: Mapping[str, tuple[File, ...]] = {
-    "cifar10": (
-        File("cifar-10-python.tar.gz", f"{TORONTO}/cifar-10-python.tar.gz", 170_498_071, "c58f30108f718f92721af3b95e74349a"),
-    ),
-    "cifar100": (
-        File("cifar-100-python.tar.gz", f"{TORONTO}/cifar-100-python.tar.gz", 169_001_437, "eb9058c3a382ffc7106e4002c42a8d85"),
-    ),
-}
 PACKED: Mapping[str, Mapping[str, Pack]] = {
     "cifar10": catalog.CIFAR10_SHEETS,
     "cifar100": catalog.CIFAR100_SHEETS,

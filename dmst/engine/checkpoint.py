@@ -22,13 +22,13 @@ from typing import Any
 from torch import Tensor
 
 from dmst import whole
-from dmst.engine.tensors import not_finite, pieces, read
 from dmst.errors import BadFileError, OptionError, SaveError
+from dmst.models.tensors import LONGEST_HEADER, not_finite, pieces, read
 
 SCHEMA = 1
 MANIFEST, STATE, RECIPE, TENSORS = "manifest.json", "state.json", "config.toml", ".safetensors"
 STEM = re.compile(r"[a-z][a-z0-9_]*")
-LARGEST_MANIFEST = 2**20
+LARGEST_MANIFEST, LARGEST_SMALL = 2**20, 2**24  # bytes: of the manifest, and of state and recipe
 REFUSED = "it was not written by this program, and nothing was read."
 
 
@@ -60,8 +60,9 @@ def contents(snapshot: Snapshot) -> tuple[int, dict[str, whole.Pieces]]:
 
 def holds(folder: Path, snapshot: Snapshot) -> bool:
     """Whether `folder` is a checkpoint of exactly `snapshot`, and whole."""
+    size = sum(x.nbytes for tensors in snapshot.tensors.values() for x in tensors.values())
     try:
-        stored = verify(folder, snapshot.step)
+        stored = verify(folder, snapshot.step, size)
     except BadFileError:
         return False
     told: dict[str, Any] = {}
@@ -115,9 +116,12 @@ def _sealed(snapshot: Snapshot, told: dict[str, Any]) -> bytes:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def load(folder: Path, step: int | None = None) -> Snapshot:
-    """The checkpoint in `folder`, verified to the last byte; else BadFileError, which says what is wrong with it."""
-    told = manifest(folder, step)
+def load(folder: Path, step: int | None = None, most: int | None = None) -> Snapshot:
+    """The checkpoint in `folder`, verified to the last byte; else BadFileError, which says what is wrong with it.
+
+    One that states more than `most` bytes of tensors, and a header for each, is refused before it is read.
+    """
+    told = manifest(folder, step, most)
     tensors: dict[str, dict[str, Tensor]] = {}
     small: dict[str, bytes] = {}
     for name, raw in _files(folder, told):
@@ -137,15 +141,15 @@ def load(folder: Path, step: int | None = None) -> Snapshot:
     return Snapshot(told["step"], tensors, state, recipe, told["context"])
 
 
-def verify(folder: Path, step: int | None = None) -> dict[str, Any]:
+def verify(folder: Path, step: int | None = None, most: int | None = None) -> dict[str, Any]:
     """Read every byte and hold it against the manifest, which is returned; else BadFileError."""
-    told = manifest(folder, step)
+    told = manifest(folder, step, most)
     for _ in _files(folder, told):
         pass
     return told
 
 
-def manifest(folder: Path, step: int | None = None) -> dict[str, Any]:
+def manifest(folder: Path, step: int | None = None, most: int | None = None) -> dict[str, Any]:
     """What manifest.json says, without its hash: sealed, of a known schema, and listing nothing but the files above.
 
     Where a step is asked for, the folder must be of that step, and no link to somewhere else.
@@ -174,6 +178,13 @@ def manifest(folder: Path, step: int | None = None) -> dict[str, Any]:
             raise BadFileError(f"{path} lists {name!r}, which no checkpoint has: {REFUSED}")
         if type(stated) is not dict or type(stated.get("size")) is not int or type(stated.get("sha256")) is not str:
             raise BadFileError(f"{path} states no size and sha256 of {name}: {REFUSED}")
+        if name in (STATE, RECIPE) and stated["size"] > LARGEST_SMALL:
+            raise BadFileError(f"{path} states {stated['size']:,} bytes of {name}, more than {LARGEST_SMALL:,}: {REFUSED}")
+    sizes = [stated["size"] for name, stated in files.items() if name.endswith(TENSORS)]
+    if most is not None and sum(sizes) > most + LONGEST_HEADER * len(sizes):
+        raise BadFileError(
+            f"{path} states {sum(sizes):,} bytes of tensors, and those of this run are at most {most:,}: nothing was read."
+        )
     return told
 
 

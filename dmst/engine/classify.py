@@ -13,7 +13,7 @@ from dmst.data import images as door
 from dmst.data.loader import EvalStream
 from dmst.data.sets import ImageSet
 from dmst.engine import prepare
-from dmst.errors import BadImageError, OptionError
+from dmst.errors import BadImageError, OptionError, bad_answer
 from dmst.models import Trace, VisionModel
 from dmst.words import visible
 
@@ -85,6 +85,8 @@ def classify(
         image = next(iter(stream)).images.to(dtype)
         trace = model.trace(image) if traced else None
         logits = model(image) if trace is None else trace.logits
+        if not torch.isfinite(logits).all():
+            raise bad_answer(model.config.name, str(path))
         best = logits[0].float().softmax(-1).topk(min(top, len(names)))
         told = [(names[i], p) for p, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
         yield Answer(path, told, image=image, trace=trace)

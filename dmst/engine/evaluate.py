@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from dmst.data.loader import EvalStream, Place
 from dmst.data.sets import ImageSet, with_classes
 from dmst.engine import prepare
 from dmst.engine.distributed import Group, joined
-from dmst.errors import NonFiniteError, OptionError
+from dmst.errors import OptionError, bad_answer
+from dmst.models import VisionModel
 
 
 class Score(NamedTuple):
@@ -51,7 +52,7 @@ def precision(amp: str, device: torch.device) -> AbstractContextManager[Any]:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, stream: EvalStream, group: Group, *, amp: str = "none", tick: Callable[[int], None] = lambda count: None
+    model: VisionModel, stream: EvalStream, group: Group, *, amp: str = "none", tick: Callable[[int], None] = lambda count: None
 ) -> Score:
     """The score of `model`, in evaluation mode, on all that the processes' streams give."""
     was, classes = model.training, len(stream.image_set.classes)
@@ -71,7 +72,7 @@ def evaluate(
         model.train(was)
     counts, loss = group.sum(counts), group.sum(loss)
     if group.any(not bool(sound)):
-        raise NonFiniteError("the logits of an evaluation hold NaN or infinity: these weights cannot be judged.")
+        raise bad_answer(model.config.name, f"images of {stream.image_set.name}")
     right, right5, count = (int(x) for x in counts.sum(1))
     by_class = list(zip(counts[0].tolist(), counts[2].tolist(), strict=True))
     return Score(count, right, right5, loss.item() / max(count, 1), by_class)

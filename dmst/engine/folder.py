@@ -39,6 +39,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None
         self._was: os.stat_result | None = None  # the folder of the checkpoints, as it was found
+        self._most: int | None = None  # bytes of tensors that a checkpoint may state
         self._verified: dict[int, list[tuple[str, int, int, int]]] = {}  # by step, what its files were then
 
     def __enter__(self) -> RunFolder:
@@ -79,13 +80,16 @@ class RunFolder:
 
     def load(self, step: int) -> Snapshot:
         """The checkpoint of `step`, verified; BadFileError if it is damaged, or if there is none."""
-        return checkpoint.load(self._folder(step), step)
+        return checkpoint.load(self._folder(step), step, self._most)
 
-    def newest(self) -> Snapshot | None:
+    def newest(self, most: int | None = None) -> Snapshot | None:
         """The newest checkpoint that verifies, with a warning for each newer one that does not; None if there never was one.
+
+        From now on none that states more than `most` bytes of tensors is read.
 
         Some that do not verify and none that does is an error: a run never starts again from step 0 in silence.
         """
+        self._most = most
         skipped: dict[int, BadFileError] = {}
         for step in reversed(self.steps()):
             try:
@@ -173,7 +177,7 @@ class RunFolder:
         try:
             files = sorted((x.name, x.stat().st_size, x.stat().st_mtime_ns, x.stat().st_ino) for x in os.scandir(folder))
             if self._verified.get(step) != files:
-                checkpoint.verify(folder, step)
+                checkpoint.verify(folder, step, self._most)
         except (BadFileError, OSError):
             return False
         self._verified[step] = files

@@ -44,10 +44,10 @@ from dmst.engine.optim import lr_factor, put
 from dmst.engine.prepare import RECIPE
 from dmst.engine.recipe import Recipe, differences, from_toml
 from dmst.engine.summary import summary
-from dmst.engine.tensors import fit
 from dmst.engine.work import Told, Work
 from dmst.errors import ConfigError, DmstError, FullDiskError, NonFiniteError, OptionError, Stopped
 from dmst.models import VisionModel, load_model, save_model
+from dmst.models.tensors import fit
 
 FINAL = "final"
 LEFT = re.compile(r"\.(final|recipe\.toml|journal\.jsonl|scan-\w+\.json|report\.html)\..+")  # by kills while these were written
@@ -178,7 +178,8 @@ class _Loop:
         snapshot, told = None, ""
         with self.group.together("reading the checkpoint"):
             if self.group.main:
-                snapshot = self.folder.newest()
+                held = sum(x.nbytes for tensors in self._tensors().values() for x in tensors.values())
+                snapshot = self.folder.newest(most=2 * held)  # another recipe's may be larger, and is told from this one below
                 told = "" if snapshot is None else json.dumps({"step": snapshot.step, **snapshot.state})
                 if snapshot is not None:
                     self._check_context(snapshot, allow_change)

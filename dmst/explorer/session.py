@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from dmst.data.images import decode
 from dmst.data.loader import EvalStream, View
 from dmst.data.sets import ImageSet
 from dmst.engine import prepare
-from dmst.errors import DmstError, OptionError, number, shown
+from dmst.errors import DmstError, NonFiniteError, OptionError, number, shown
 from dmst.explorer import view
 from dmst.explorer.decoding import Decoder
 from dmst.explorer.examples import examples
@@ -100,7 +101,8 @@ class Session:
 
         network.load(then)
         if network.state == "ready":
-            network.look(next(iter(self.examples.values())), {})  # the first time takes longer, and the page asks for it
+            with suppress(NonFiniteError):  # which the page is told when it asks
+                network.look(next(iter(self.examples.values())), {})  # the first time takes longer, and the page asks for it
 
     def network(self, id: str) -> Network:
         if id not in self.networks:

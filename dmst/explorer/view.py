@@ -4,7 +4,8 @@ look(model, trace)            prediction, and for every layer its maps (heads x 
 rates(model, trace, found)    nats by layer, and the certificates in words
 gradient(found)               how much each patch moves the score of the answer
 
-Numbers have six digits; what is not finite is None. Layers and heads count from 0. One image: number 0 of the batch.
+Numbers have six digits; what is not finite is None, but a prediction that is not is an error. Layers and heads count from 0.
+One image: number 0 of the batch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from dmst.analysis.certificates import Certificate, LayerCertificate
 from dmst.analysis.membership import attention_received, ends, maps
 from dmst.analysis.rates import LayerRates, rates_of
+from dmst.errors import bad_answer
 from dmst.models import Trace, VisionModel
 from dmst.words import short
 
@@ -36,8 +38,10 @@ MEANS = {
 
 def look(model: VisionModel, trace: Trace, forced: Collection[int] = ()) -> dict[str, Any]:
     """`forced`: layers in which a gate was forced, and whose own gates are computed again. Outside of `forced_gates`."""
+    if not torch.isfinite(trace.logits).all():
+        raise bad_answer(model.config.name, "this picture")
     probabilities = trace.logits[0].double().softmax(-1)
-    ranked = probabilities.nan_to_num(-1).sort(descending=True, stable=True).indices[:TOP].tolist()
+    ranked = probabilities.sort(descending=True, stable=True).indices[:TOP].tolist()
     names = names_of(model)
     said = plain(probabilities)
     two = [*probabilities[ranked[:2]].tolist(), 0.0]

@@ -16,6 +16,7 @@ readout       class_attention   the blocks see patches only; a class token then 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral
@@ -29,6 +30,12 @@ from dmst.operators import OPERATORS, Operator, create
 
 READOUTS = ("class_attention", "token", "mean")
 POOLS = ("token", "avg", "")
+# what no network needs more of; that a config alone could ask for terabytes, or for hours
+MOST = {
+    "dim": 65_536, "depth": 256, "num_heads": 65_536, "patch_size": 4_096, "readout_depth": 256, "in_chans": 4_096,
+    "num_classes": 10_000_000,
+}  # fmt: skip
+MOST_PIXELS, MOST_PATCHES = 4_096, 65_536  # along a side; of an image
 OURS = ("dim", "num_heads", "bias", "proj_drop", "device", "dtype")  # what a block passes to every operator by itself
 
 
@@ -61,9 +68,8 @@ class ModelConfig:
     num_classes: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("dim", "depth", "num_heads", "patch_size", "readout_depth", "in_chans"):
-            self._set(name, _whole(name, getattr(self, name), 0 if name == "readout_depth" else 1))
-        self._set("num_classes", _whole("num_classes", self.num_classes, 0, 1_000_000_000))
+        for name, most in MOST.items():
+            self._set(name, _whole(name, getattr(self, name), 0 if name in ("readout_depth", "num_classes") else 1, most))
         choose("stem", self.stem, STEMS)
         choose("position", self.position, POSITIONS)
         choose("feedforward", self.feedforward, FEEDFORWARDS)
@@ -77,6 +83,11 @@ class ModelConfig:
             number("layer_scale", self.layer_scale, -1e6, 1e6)
         OPERATORS.find(self.operator)
         self._set("img_size", sides("img_size", self.img_size, self.patch_size))
+        if (patches := math.prod(self.grid)) > MOST_PATCHES:
+            raise OptionError(
+                f"img_size is {shown(self.img_size)}: that is {patches:,} patches, and at most {MOST_PATCHES:,} are possible; "
+                "take smaller images or a larger patch_size."
+            )
         self._set("operator_options", _options(self.operator_options))
         if not isinstance(self.name, str):
             raise OptionError(f"name is {shown(self.name)}: it must be text.")
@@ -153,7 +164,7 @@ def sides(name: str, size: Any, patch_size: int) -> tuple[int, int]:
     pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2:
         raise OptionError(f"{name} is {shown(size)}: it must be one whole number, or (height, width).")
-    pair = tuple(_whole(name, side, 1) for side in pair)
+    pair = tuple(_whole(name, side, 1, MOST_PIXELS) for side in pair)
     for side in pair:
         if side % patch_size:
             near = max(round(side / patch_size), 1) * patch_size
@@ -161,7 +172,7 @@ def sides(name: str, size: Any, patch_size: int) -> tuple[int, int]:
     return pair
 
 
-def _whole(name: str, value: Any, low: int, high: int = 1_000_000) -> int:
+def _whole(name: str, value: Any, low: int, high: int) -> int:
     """`value` as an int, if it is a whole number in the range; numpy's are, True is not."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise OptionError(f"{name} is {shown(value)}: it must be a whole number from {low} to {high:,}.")

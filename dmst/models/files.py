@@ -6,8 +6,9 @@
                          all `self_sha256`, which covers the rest
 
 The folder loads with `dmst.load_model(folder)` and, after `import dmst.integrations.timm`, with timm's
-`create_model("local-dir:folder", pretrained=True)`. Loading checks bytes, hashes, names, shapes and dtypes, and only then
-builds a model. A flipped bit inside safetensors' data is invisible to safetensors itself: hence the hashes.
+`create_model("local-dir:folder", pretrained=True)`. The config is read first: it says which names and shapes the weights
+have, so how many bytes. Of a file with others at most the header is read. Hashes are compared before a model takes a weight: a
+flipped bit inside safetensors' data is invisible to safetensors itself.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from dmst import whole
 from dmst.errors import BadFileError, OptionError, shown
 from dmst.models.config import ModelConfig
 from dmst.models.preprocessing import pretrained_cfg
+from dmst.models.tensors import Entry, header, most_bytes, not_finite, tensors_from
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
 from dmst.operators import OPERATORS
@@ -66,6 +69,7 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
     tensors = _tensors_of(model)
     try:
         _fit(Path("the model"), tensors, VisionModel(model.config, device="meta"))
+        _refuse_not_finite(Path("the model"), tensors)
     except BadFileError as error:  # what could not be loaded is not written
         raise OptionError(
             f"not saved, because it could not be loaded again: {error} (To change the classes: model.reset_classifier.)"
@@ -84,19 +88,13 @@ def load_model(
     """
     folder = _found(Path(folder))
     told = _read_config(folder / CONFIG)
-    raw = _read(folder / WEIGHTS, _stated(folder, told)[0] if "dmst" in told else None)
     try:
-        config = _verified_config(folder, told, raw) if "dmst" in told else _foreign_config(folder, told, unverified)
+        config = _verified_config(folder, told) if "dmst" in told else _foreign_config(folder, told, unverified)
     except TypeError as error:  # a keyword that no signature takes
         raise BadFileError(f"{folder / CONFIG} is not a valid config: {error}.") from error
-    weights = tensors_from(folder / WEIGHTS, raw)
     _fit_classes(folder, config, num_classes)
-    _fit_depth(folder / WEIGHTS, config, weights)
-    try:
-        model = VisionModel(config, device="meta")
-    except RuntimeError as error:  # more elements than 64 bits can count
-        raise BadFileError(f"{folder / CONFIG} describes a network that cannot be built ({_line(error)}).") from error
-    _fit(folder / WEIGHTS, weights, model)
+    model = VisionModel(config, device="meta")
+    weights = _read_weights(folder, told, model)
     model.load_state_dict({name: x.to(device) for name, x in weights.items()}, strict=True, assign=True)
     model.class_names = _class_names(folder, told, config.num_classes)
     return model.eval()
@@ -167,10 +165,9 @@ def _found(folder: Path) -> Path:
     return inside if inside.is_dir() and not (folder / CONFIG).exists() else folder
 
 
-def _read(path: Path, most: int | None) -> bytes:
-    """The bytes of a file, or of what a link leads to: the caches that models come from are made of links."""
+def _read(path: Path, read: Callable[[Path], bytes]) -> bytes:
     try:
-        return whole.read(path, most=most, links=True)
+        return read(path)
     except BadFileError:
         raise
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
@@ -181,7 +178,7 @@ def _read(path: Path, most: int | None) -> bytes:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    raw = _read(path, LARGEST_CONFIG)
+    raw = _read(path, partial(whole.read, most=LARGEST_CONFIG, links=True))  # caches of models are made of links
     told = whole.json_object(path, raw, "the config of a model")
     if "self_sha256" in told or "dmst" in told:
         whole.check_seal(path, told, raw)
@@ -200,12 +197,8 @@ def _stated(folder: Path, told: dict[str, Any]) -> tuple[int, Any, dict[str, Any
     return size, digest, written
 
 
-def _verified_config(folder: Path, told: dict[str, Any], raw: bytes) -> ModelConfig:
-    size, digest, written = _stated(folder, told)
-    if len(raw) != size:
-        raise BadFileError(f"{folder / WEIGHTS} is damaged: {len(raw):,} bytes instead of {size:,}. Copy it again.")
-    if hashlib.sha256(raw).hexdigest() != digest:
-        raise BadFileError(f"{folder / WEIGHTS} is damaged: its sha256 is not the one in {CONFIG}. Copy it again.")
+def _verified_config(folder: Path, told: dict[str, Any]) -> ModelConfig:
+    _, _, written = _stated(folder, told)
     unknown = set(written) - {f.name for f in fields(ModelConfig)}
     if unknown:
         version = told["dmst"].get("version")
@@ -248,16 +241,32 @@ def _foreign_config(folder: Path, told: dict[str, Any], unverified: bool) -> Mod
     return model_config(told["architecture"], **args)
 
 
-def tensors_from(path: Path, raw: bytes) -> dict[str, Tensor]:
-    """What a safetensors file holds, by name."""
-    try:
-        return safetensors.torch.load(raw)
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise BadFileError(f"{path} is not a safetensors file ({_line(error)}).") from error
+def _read_weights(folder: Path, told: dict[str, Any], model: VisionModel) -> dict[str, Tensor]:
+    """The tensors of `model`: its names and shapes first, then its bytes, then their hash, then their values."""
+    path = folder / WEIGHTS
+    size, digest, _ = _stated(folder, told) if "dmst" in told else (None, None, {})
+    raw = _read(path, partial(_raw_weights, model=model, stated=size))
+    if digest is not None and hashlib.sha256(raw).hexdigest() != digest:
+        raise BadFileError(f"{path} is damaged: its sha256 is not the one in {CONFIG}. Copy it again.")
+    weights = tensors_from(path, raw)
+    _refuse_not_finite(path, weights)
+    return weights
 
 
-def _line(error: Exception) -> str:
-    return str(error).partition("\n")[0]  # torch adds a stack of C++
+def _raw_weights(path: Path, *, model: VisionModel, stated: int | None) -> bytes:
+    """The bytes of a file, or of what a link leads to, once its size and its header are of this network."""
+    head, data = most_bytes(model.state_dict())
+    most = 8 + head + data
+    with whole.opened(path, links=True) as (file, size):
+        if stated not in (None, size):
+            raise BadFileError(f"{path} is damaged: {size:,} bytes instead of {stated:,}. Copy it again.")
+        if size > most:
+            raise BadFileError(
+                f"{path} is damaged: {size:,} bytes instead of at most {most:,}, which {model.config.name} can have."
+            )
+        _fit(path, header(path, file, size, head), model)
+        file.seek(0)
+        return file.read()
 
 
 def _fit_classes(folder: Path, config: ModelConfig, asked: int | None) -> None:
@@ -268,14 +277,7 @@ def _fit_classes(folder: Path, config: ModelConfig, asked: int | None) -> None:
         )
 
 
-def _fit_depth(path: Path, config: ModelConfig, weights: dict[str, Tensor]) -> None:
-    """First of all, so that no network of a million blocks is built to find that the weights are of twelve."""
-    depth = max(config.depth, config.readout_depth if config.readout == "class_attention" else 0)
-    if depth > max(len(weights), 100):  # so many are made in no time
-        raise BadFileError(f"{path} does not hold the weights of {config.name}: {len(weights)} tensors for {depth} blocks.")
-
-
-def _fit(path: Path, weights: dict[str, Tensor], model: VisionModel) -> None:
+def _fit(path: Path, weights: Mapping[str, Tensor | Entry], model: VisionModel) -> None:
     """Exact names, shapes and one floating dtype, or an error that says which differs."""
     wanted = model.state_dict()
     missing, extra = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
@@ -293,7 +295,10 @@ def _fit(path: Path, weights: dict[str, Tensor], model: VisionModel) -> None:
             )
         if x.dtype != wanted[name].dtype and not (x.dtype in FLOATS and wanted[name].is_floating_point()):
             raise BadFileError(f"{path}: {name} is {x.dtype}, and {model.config.name} needs {wanted[name].dtype}.")
-    if len(kinds := {x.dtype for x in weights.values() if x.is_floating_point()}) > 1:
+    if len(kinds := {x.dtype for x in weights.values() if x.dtype.is_floating_point}) > 1:
         raise BadFileError(f"{path} mixes {', '.join(sorted(str(kind) for kind in kinds))}: a model has one dtype.")
-    if bad := [name for name, x in weights.items() if x.is_floating_point() and not torch.isfinite(x).all()]:
-        raise BadFileError(f"{path}: {bad[0]} holds NaN or infinity.")
+
+
+def _refuse_not_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
+    if bad := not_finite(weights):
+        raise BadFileError(f"{path}: {bad} holds NaN or infinity.")

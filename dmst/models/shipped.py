@@ -22,7 +22,8 @@ from torch import Tensor
 from dmst import whole
 from dmst.calibration import Measured
 from dmst.errors import BadFileError, OptionError
-from dmst.models.files import CONFIG, WEIGHTS, load_model, tensors_from
+from dmst.models.files import CONFIG, WEIGHTS, load_model
+from dmst.models.tensors import tensors_from
 from dmst.models.vision import VisionModel
 from dmst.operators.orthonormal import retract
 

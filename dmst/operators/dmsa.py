@@ -13,7 +13,6 @@ carry much energy are shrunk less. The listing is not the gradient: tied, it is 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from dmst.errors import OptionError, choose, number, shown
@@ -82,7 +81,7 @@ def gated_form(
         membership=membership,
         gate=gate_activation,
         mode=choose("mode", mode, MODES),
-        gate_scale=number("gate_scale", gate_scale, -math.inf, math.inf),
+        gate_scale=number("gate_scale", gate_scale, -1e6, 1e6),
         max_active_heads=max_active_heads,
         rotary=rotary,
         delta=1e-8 if mode == "listing" else 0.0,  # the printed code's, and none where an identity would see it

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from einops import rearrange
@@ -36,7 +35,7 @@ class MHSA(Operator):
         super().__init__(dim, num_heads)
         bias, scale = flag("bias", options.pop("qkv_bias", bias)), options.pop("qk_scale", None)
         refuse_unknown_options(MHSA, options)
-        self.scale = self.head_dim**-0.5 if scale is None else number("qk_scale", scale, -math.inf, math.inf)
+        self.scale = self.head_dim**-0.5 if scale is None else number("qk_scale", scale, -1e6, 1e6)
         self.qkv = nn.Linear(dim, 3 * dim, bias=bias, device=device, dtype=dtype)
         self.out = nn.Linear(dim, dim, device=device, dtype=dtype)
         self.attn_drop = number("attn_drop", attn_drop, 0, 1)

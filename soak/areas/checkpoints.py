@@ -32,9 +32,9 @@ from torch import Tensor
 
 from dmst.engine.checkpoint import Snapshot
 from dmst.engine.folder import RunFolder
-from dmst.engine.tensors import DTYPES
 from dmst.errors import BadFileError, DmstError
 from dmst.models import load_model, save_model
+from dmst.models.tensors import DTYPES
 from soak.case import Case
 from tests import test_checkpoint as runs
 from tests import test_model_files as models
@@ -741,6 +741,9 @@ def strange(checkpoint: Victim, saved: Victim) -> Iterator[Case]:
         checks[f"checkpoint, schema {schema!r}"] = forged(checkpoint, lambda at, _, x=change: runs.forge(at, change=x))
     newer = models.put("dmst", "config", "from_the_future", value=1)
     checks["saved model, of a newer version"] = forged(saved, lambda at, _: models.forge(at, change=newer))
+    for size in (3 * 10**9, 10**12):
+        checks[f"saved model, {size:,} bytes, as stated"] = forged(saved, lambda at, _, x=size: models.state_size(at, x))
+        checks[f"checkpoint, {size:,} bytes, as stated"] = forged(checkpoint, lambda at, _, x=size: runs.state_size(at, x))
     operator = models.put("dmst", "config", "operator", value="os.system")
     checks["saved model, an operator that is none"] = forged(saved, lambda at, _: models.forge(at, change=operator))
     for name, check in checks.items():

@@ -2,8 +2,8 @@
 
 cifar-10-batches-bin/  data_batch_1..5.bin, test_batch.bin    a record: label, 1024 red, 1024 green, 1024 blue
 cifar-100-binary/      train.bin, test.bin                    a record: coarse label, fine label, the same 3072 bytes
-cifar-10-batches-py/   data_batch_1..5, test_batch            a pickled dict: data uint8 (n, 3072), labels
-cifar-100-python/      train, test                            the same with fine_labels; coarse ones are not read
+
+The python batches of the same authors (cifar-10-batches-py, cifar-100-python) are pickles, and refused unread.
 """
 
 from __future__ import annotations
@@ -11,31 +11,54 @@ from __future__ import annotations
 import gzip
 import tarfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
 
-from dmst.data.formats import Asked, Format, contents, pickled
+from dmst.data.formats import Asked, Format, contents
 from dmst.data.sets import ArraySet
 from dmst.errors import BadFileError
 
 SIDE = 32
 PLANES = 3 * SIDE * SIDE
 MOST = 1 << 28  # bytes of one batch; the largest official one, CIFAR-100 train, has 155 million
-TEN = {"train": tuple(f"data_batch_{k}" for k in range(1, 6)), "test": ("test_batch",)}
-HUNDRED = {"train": ("train",), "test": ("test",)}
+TEN = {"train": tuple(f"data_batch_{k}.bin" for k in range(1, 6)), "test": ("test_batch.bin",)}
+HUNDRED = {"train": ("train.bin",), "test": ("test.bin",)}
 
 
 class _Kind(NamedTuple):
     files: Mapping[str, tuple[str, ...]]
-    ending: str
-    parse: Callable[[bytes, str], tuple[np.ndarray, np.ndarray]]  # bytes, name -> labels (n,), planes (n, 3072)
+    label_bytes: int  # of a record; the last one counts
 
 
-def _binary(raw: bytes, name: str, *, label_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+KINDS = {"cifar-10-batches-bin": _Kind(TEN, 1), "cifar-100-binary": _Kind(HUNDRED, 2)}
+
+
+def form(folder: str, archive: str) -> Format:
+    """The form whose files are those of `folder`, or of its archive."""
+    return Format("official binary batches", _everywhere(folder, archive), partial(read, kind=folder))
+
+
+def python_form(folder: str, archive: str, binary: str) -> Format:
+    """The form that is known and not read."""
+    return Format("python batches, which are refused", _everywhere(folder, archive), partial(_refuse, binary=binary))
+
+
+def _everywhere(*places: str) -> dict[str, tuple[str, ...]]:
+    return {"train": places, "test": places}
+
+
+def _refuse(place: Path, asked: Asked, *, binary: str) -> ArraySet:
+    raise BadFileError(
+        f"{place} holds python batches, which are pickles: refused, for reading a pickle can run code. "
+        f"Get the binary ones, {binary}, with `dmst data fetch {asked.name}`."
+    )
+
+
+def _parse(raw: bytes, name: str, label_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     record = label_bytes + PLANES
     if not raw or len(raw) % record:
         raise BadFileError(
@@ -45,42 +68,12 @@ def _binary(raw: bytes, name: str, *, label_bytes: int) -> tuple[np.ndarray, np.
     return records[:, label_bytes - 1], records[:, label_bytes:]
 
 
-def _python(raw: bytes, name: str, *, key: str) -> tuple[np.ndarray, np.ndarray]:
-    batch = pickled.read(raw, name)
-    missing = sorted({key, "data"} - batch.keys())
-    if missing:
-        raise BadFileError(
-            f"{name} misses {', '.join(missing)}: a batch has data and {key}; it has {', '.join(sorted(batch))}."
-        )
-    labels, planes = batch[key], batch["data"]
-    if type(labels) is not list or not all(type(label) is int and abs(label) < 1 << 31 for label in labels):
-        raise BadFileError(f"{name}: {key} is not a list of whole numbers.")
-    if not isinstance(planes, np.ndarray) or planes.shape != (len(labels), PLANES):
-        shape = getattr(planes, "shape", type(planes).__name__)
-        raise BadFileError(f"{name}: data is {shape}, and {len(labels)} labels need ({len(labels)}, {PLANES}).")
-    return np.array(labels, np.int64), planes
-
-
-KINDS = {
-    "cifar-10-batches-bin": _Kind(TEN, ".bin", partial(_binary, label_bytes=1)),
-    "cifar-10-batches-py": _Kind(TEN, "", partial(_python, key="labels")),
-    "cifar-100-binary": _Kind(HUNDRED, ".bin", partial(_binary, label_bytes=2)),
-    "cifar-100-python": _Kind(HUNDRED, "", partial(_python, key="fine_labels")),
-}
-
-
-def form(what: str, folder: str, archive: str, kind: str = "") -> Format:
-    """The form whose files are those of `folder`, or of its archive."""
-    places = (folder, archive)
-    return Format(what, {"train": places, "test": places}, partial(read, kind=kind or folder))
-
-
 def read(place: Path, asked: Asked, *, kind: str) -> ArraySet:
     """The batches of a split, one after the other, from a folder or an archive."""
-    files, ending, parse = KINDS[kind]
-    names = [name + ending for name in files[asked.split]]
+    files, label_bytes = KINDS[kind]
+    names = files[asked.split]
     batches = _from_folder(place, names) if place.is_dir() else _from_archive(place, names)
-    parts = [parse(batches[name], f"{place}, {name}" if place.is_file() else str(place / name)) for name in names]
+    parts = [_parse(batches[name], f"{place}, {name}" if place.is_file() else str(place / name), label_bytes) for name in names]
     labels = np.concatenate([labels for labels, _ in parts]).astype(np.int64)
     images = np.empty((len(labels), SIDE, SIDE, 3), np.uint8)
     start = 0
@@ -90,12 +83,12 @@ def read(place: Path, asked: Asked, *, kind: str) -> ArraySet:
     return ArraySet(asked.name, asked.split, asked.classes, labels, images)
 
 
-def _from_folder(folder: Path, names: list[str]) -> dict[str, bytes]:
+def _from_folder(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
     _nothing_missing(folder, [name for name in names if not (folder / name).is_file()])
     return {name: contents(folder / name, MOST) for name in names}
 
 
-def _from_archive(archive: Path, names: list[str]) -> dict[str, bytes]:
+def _from_archive(archive: Path, names: Sequence[str]) -> dict[str, bytes]:
     """Read in memory: nothing is unpacked onto the disk, so no name in the archive matters but the last part of it."""
     found: dict[str, bytes] = {}
     try:
