@@ -1,5 +1,7 @@
 """How many of 10,000 test images the networks that ship read with all heads of all layers switched off, beside as they are.
 
+The same images both times: `lost` are read with heads only, `won` without them only, p is of McNemar's exact test.
+
 python benchmarks/heads_off.py --data-dir DIR [--json results/twins/heads-off.json]
 """
 
@@ -7,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dmst.analysis.intervene import switched_off
 from dmst.engine.prepare import read_weights
@@ -21,9 +25,16 @@ NETWORKS = {"dmst_cifar10": "cifar10", "tost_cifar10": "cifar10", "vit_cifar10":
 
 
 @torch.no_grad()
-def right(model: VisionModel, images: Sample, off: Mapping[int, Iterable[int]]) -> int:
+def right(model: VisionModel, images: Sample, off: Mapping[int, Iterable[int]]) -> Tensor:
+    """Of each image whether it is read rightly."""
     with switched_off(model, off):
-        return sum(int((model(batch).argmax(1) == labels).sum()) for batch, labels in images)
+        return torch.cat([model(batch).argmax(1) == labels for batch, labels in images])
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """How often a fair coin would part them at least as far."""
+    n = lost + won
+    return min(1.0, 2 * sum(math.comb(n, i) for i in range(min(lost, won) + 1)) / 2**n)
 
 
 def main() -> None:
@@ -36,10 +47,15 @@ def main() -> None:
         model = read_weights(name).to(device)
         images = sample(model, data, data_dir=told.data_dir, limit=10_000, batch_size=500, device=device)
         every = {layer: range(model.config.num_heads) for layer in range(len(model.blocks))}
+        with_heads, without = right(model, images, {}), right(model, images, every)
+        lost, won = int((with_heads & ~without).sum()), int((without & ~with_heads).sum())
         found[name] = {
             "images": images.name,
-            "as it is": right(model, images, {}),
-            "all heads off": right(model, images, every),
+            "as it is": int(with_heads.sum()),
+            "all heads off": int(without.sum()),
+            "lost": lost,
+            "won": won,
+            "p": mcnemar(lost, won),
         }
         print(name, found[name], flush=True)
     if told.json:

@@ -148,7 +148,10 @@ def test_answers_without_heads_are_those_of_the_file() -> None:
     told = (ROOT / "docs/maps.md").read_text()
     for name, row in found.items():
         assert row["images"].endswith("10,000 images")
-        assert f"| `{name}` | {row['as it is']:,} | {row['all heads off']:,} |" in told
+        p = f"{row['p']:.1g}" if row["p"] < 0.01 else f"{row['p']:.2f}"
+        counts = [f"{row[key]:,}" for key in ("as it is", "all heads off", "lost", "won")]
+        assert f"| `{name}` | {' | '.join(counts)} | {p if row['p'] >= 0.001 else '< 0.001'} |" in told
+        assert row["as it is"] - row["lost"] + row["won"] == row["all heads off"]
     ours = found["dmst_cifar10"]
     for document, words in (
         ("README.md", "{1} of the 10,000"),
