@@ -22,6 +22,7 @@ _HOMES = {
     "ModelConfig": "dmst.models",
     "VisionModel": "dmst.models",
     "create_model": "dmst.models",
+    "freeze": "dmst.models",
     "list_models": "dmst.models",
     "load_model": "dmst.models",
     "save_model": "dmst.models",
@@ -32,13 +33,13 @@ _MODULES = ("analysis", "errors", "kernels", "models", "objective", "operators",
 if TYPE_CHECKING:
     from dmst import analysis, errors, kernels, models, objective, operators, rotary, sparsemax, testing
     from dmst.kernels import use_kernels
-    from dmst.models import ModelConfig, VisionModel, create_model, list_models, load_model, save_model
+    from dmst.models import ModelConfig, VisionModel, create_model, freeze, list_models, load_model, save_model
     from dmst.operators import DMSA, OPERATORS, TSSA, Parts, Spatial
 
 __all__ = [
     "DMSA", "OPERATORS", "TSSA", "ModelConfig", "Parts", "Spatial", "VisionModel", "__version__",
-    "analysis", "create_model", "errors", "kernels", "list_models", "load_model", "models", "objective", "operators", "rotary",
-    "save_model", "sparsemax", "testing", "use_kernels",
+    "analysis", "create_model", "errors", "freeze", "kernels", "list_models", "load_model", "models", "objective", "operators",
+    "rotary", "save_model", "sparsemax", "testing", "use_kernels",
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@
     dispatched()    a dispatch mode (fake tensors, make_fx, a FLOP counter): tensors may have no values to read
     recorded(x)     a CUDA graph is recorded where x is: nothing has a value yet
     hooked(x)       a module whose call somebody would miss: hooks, a forward of its own as an object, compiled by itself
+    is_plain(x)     a linear map of which the weight is all: no adapter, no quantized or sharded weight, no hook
     everywhere()    a hook on every module there is
     surely(x)       x, a condition on sizes; while a graph is traced, whether it holds for all that the graph will serve
     nobody()        none of the first four, asked at once: plain eager execution, where each question costs the host
@@ -77,6 +78,13 @@ def hooked(module: torch.nn.Module) -> bool:
 
 def everywhere() -> bool:
     return _has_any_global_hook()
+
+
+def is_plain(linear: torch.nn.Module, kind: type[torch.nn.Linear] = torch.nn.Linear) -> bool:
+    """Whether a product with its weight is all that a call of it is."""
+    if type(linear) is not kind or hooked(linear) or everywhere():
+        return False
+    return type(linear.weight) in (torch.Tensor, torch.nn.Parameter)
 
 
 def surely(condition: bool) -> bool:

@@ -31,7 +31,8 @@ def test_proximal_stores_a_plain_orthonormal_matrix() -> None:
     assert off_manifold(raw) > 1e-3  # neither saving nor evaluating moved it
     assert torch.equal(operator.train().subspace.basis(), expected)
     assert torch.equal(raw, expected)  # the training forward did
-    assert operator.eval().subspace.basis() is operator.subspace.weight
+    with torch.no_grad():
+        assert operator.eval().subspace.basis() is operator.subspace.weight
     assert operator.weights().theta > 0
     torch.testing.assert_close(operator.subspace(z), z @ expected.T + operator.subspace.bias)
     version = operator.subspace.weight._version

@@ -91,10 +91,8 @@ def _gates_of(operator: TokenStatistics, values: Mapping[int, Value]) -> Iterato
 
     def steps(z: Tensor, grid: Grid) -> tuple[reference.Steps, Weights, torch.dtype]:
         operator.check(z)
-        dtype, weights = kernels.compute_dtype(z), operator.weights()
-        with kernels.without_autocast(z):
-            found = reference.steps_of(z, weights, operator.form, grid, dtype)
-        return found._replace(gate=_with(found, forced)), weights, dtype
+        found = operator.steps(z, grid)
+        return found._replace(gate=_with(found, forced)), operator.weights(), kernels.compute_dtype(z)
 
     def forward(z: Tensor, *, grid: Grid = None) -> Tensor:
         found, weights, dtype = steps(z, grid)

@@ -59,8 +59,12 @@ def steps_of(z: Tensor, weights: Weights, form: Form, grid: tuple[int, int] | No
 
 def take_steps(z: Tensor, scores: Tensor | None, weights: Weights, form: Form, dtype: torch.dtype) -> Steps:
     """Everything up to the update, where membership and gate read the same scores."""
-    projected = project(z, weights, form.num_heads, dtype)
-    membership = membership_of(scores, projected, weights.temperature, form)
+    return steps_from(project(z, weights, form.num_heads, dtype), scores, weights.temperature, form)
+
+
+def steps_from(projected: Tensor, scores: Tensor | None, temperature: Tensor | None, form: Form) -> Steps:
+    """The same of tokens that are projected and scored already."""
+    membership = membership_of(scores, projected, temperature, form)
     pooled, gate = gate_of(scores, form)
     second_moment, mass = token_moments(projected, membership, form)
     return Steps(projected, membership, pooled, gate, second_moment, mass)

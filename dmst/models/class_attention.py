@@ -17,10 +17,11 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmst import watched
 from dmst.kernels import compute_dtype
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import Mlp
-from dmst.models.linear import Linear, is_plain
+from dmst.models.linear import linear
 from dmst.models.residual import Residual
 
 
@@ -30,8 +31,8 @@ class ClassAttentionBlock(nn.Module):
         dim = config.dim
         self.num_heads = config.num_heads
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, **factory)
-        self.qkv = Linear(dim, 3 * dim, bias=config.qkv_bias, **factory)
-        self.out = Linear(dim, dim, **factory)
+        self.qkv = linear(dim, 3 * dim, bias=config.qkv_bias, **factory)
+        self.out = linear(dim, dim, **factory)
         self.attention_residual = Residual(dim, config.layer_scale, **factory)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, **factory)
         self.mlp = Mlp(config, **factory)
@@ -49,7 +50,7 @@ class ClassAttentionBlock(nn.Module):
         """What the class token sees, heads side by side (b, 1, d): q of it alone; k, v of all."""
         dim, dtype = cls.shape[-1], compute_dtype(patches)  # before they are joined: fewer bytes
         both = torch.cat((cls.to(dtype), patches.to(dtype)), 1)
-        if is_plain(self.qkv):
+        if watched.is_plain(self.qkv):
             weights = self.qkv.weight.split((dim, 2 * dim))
             biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split((dim, 2 * dim))
             q, (k, v) = F.linear(cls, weights[0], biases[0]), F.linear(both, weights[1], biases[1]).split(dim, -1)

@@ -19,7 +19,7 @@ from dmst.errors import OptionError
 from dmst.kernels import compute_dtype, hidden
 from dmst.kernels.neighbours import local_gelu
 from dmst.models.activation import gelu
-from dmst.models.linear import Linear, is_plain
+from dmst.models.linear import linear
 from dmst.models.residual import Residual
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class Mlp(nn.Module):
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
         width = max(int(config.dim * config.mlp_ratio), 1)
-        self.fc1 = Linear(config.dim, width, **factory)
-        self.fc2 = Linear(width, config.dim, **factory)
+        self.fc1 = linear(config.dim, width, **factory)
+        self.fc2 = linear(width, config.dim, **factory)
         self.drop = nn.Dropout(config.proj_drop_rate)
 
     def forward(self, z: Tensor, grid: Grid = None, scale: Tensor | None = None) -> Tensor:
@@ -43,7 +43,7 @@ class Mlp(nn.Module):
 
     def enter(self, z: Tensor) -> Tensor:
         """gelu(W1 z), in one where the kernels make it and nobody listens to fc1."""
-        if is_plain(self.fc1) and hidden.serves(z, self.fc1.weight):
+        if watched.is_plain(self.fc1) and hidden.serves(z, self.fc1.weight):
             return hidden.linear_gelu(z, self.fc1.weight, self.fc1.bias)
         return gelu(self.fc1(z))
 
@@ -102,7 +102,7 @@ class MlpStep(nn.Module):
         usual = type(self.mlp) in (Mlp, LocalMlp) and type(self.residual) is Residual
         if not usual or compute_dtype(z) != torch.bfloat16:
             return False
-        return is_plain(self.mlp.fc2) and not any(map(watched.hooked, (self.mlp, self.residual)))
+        return watched.is_plain(self.mlp.fc2) and not any(map(watched.hooked, (self.mlp, self.residual)))
 
 
 class LocalStep(MlpStep):

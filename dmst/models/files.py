@@ -31,7 +31,7 @@ from dmst import whole
 from dmst.errors import BadFileError, OptionError, shown
 from dmst.models.config import ModelConfig
 from dmst.models.preprocessing import pretrained_cfg
-from dmst.models.tensors import Entry, header, most_bytes, not_finite, tensors_from
+from dmst.models.tensors import Entry, fits, header, most_bytes, not_finite, tensors_from
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
 from dmst.operators import OPERATORS
@@ -289,7 +289,7 @@ def _fit(path: Path, weights: Mapping[str, Tensor | Entry], model: VisionModel) 
         ]
         raise BadFileError(f"{path} does not hold the weights of {model.config.name}: {'; '.join(told)}.")
     for name, x in weights.items():
-        if x.shape != wanted[name].shape:
+        if not fits(tuple(x.shape), tuple(wanted[name].shape)):
             raise BadFileError(
                 f"{path}: {name} has shape {tuple(x.shape)}, and {model.config.name} needs {tuple(wanted[name].shape)}."
             )

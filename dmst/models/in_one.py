@@ -27,8 +27,9 @@ def step(
 ) -> Tensor:
     assert isinstance(operator, TokenStatistics)
     operator.check(z)
-    given, around = (norm.weight, norm.bias, norm.eps, operator.weights(), operator.form), (residual.scale, residual.draw(z))
-    return kernel.residual_step(z, *given, scale=around[0], keep=around[1], pending=pending, grid=grid)
+    given, scale = (norm.weight, norm.bias, norm.eps, operator.weights(), operator.form), residual.scale
+    scale = scale.reshape(()) if scale is not None and operator.wants_scalar_scale else scale  # type: ignore[assignment]
+    return kernel.residual_step(z, *given, scale=scale, keep=residual.draw(z), pending=pending, grid=grid)
 
 
 def serves(norm: nn.LayerNorm, operator: Operator, residual: Residual, z: Tensor) -> bool:
@@ -36,6 +37,8 @@ def serves(norm: nn.LayerNorm, operator: Operator, residual: Residual, z: Tensor
         return False
     drop = operator.proj_drop
     if (drop.p and drop.training) or watched.everywhere() or any(map(watched.hooked, (norm, operator, residual, drop))):
+        return False
+    if not operator.is_plain():
         return False
     held = {x.dtype for x in (norm.weight, norm.bias, residual.scale, operator.subspace.weight) if x is not None}
     return held == {z.dtype} and kernel.serves(z, operator.form, compute_dtype(z))

@@ -1,21 +1,21 @@
-"""A linear map with the lineage's start: weight truncated normal .02, bias 0; and whether its weight is all there is to it."""
+"""Linear maps with the lineage's start: weight truncated normal .02, bias 0. Plain `nn.Linear`s, which every tool knows."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
 
-from dmst import watched
-
-
-class Linear(nn.Linear):
-    def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.weight, std=0.02)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+import torch
+from torch import nn
 
 
-def is_plain(linear: nn.Module) -> bool:
-    """Whether a product with its weight is all that a call of it is: no adapter, no quantized or sharded weight, no hook."""
-    if type(linear) is not Linear or watched.hooked(linear):
-        return False
-    return type(linear.weight) in (Tensor, nn.Parameter) and not watched.everywhere()
+def linear(inputs: int, outputs: int, *, bias: bool = True, device: Any = None, dtype: Any = None) -> nn.Linear:
+    place = torch.get_default_device() if device is None else device
+    made = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=place, dtype=dtype)  # nothing else is drawn
+    start(made)
+    return made
+
+
+def start(layer: nn.Linear) -> None:
+    nn.init.trunc_normal_(layer.weight, std=0.02)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)

@@ -18,12 +18,17 @@ class Residual(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_scale, self.drop_path = layer_scale, drop_path
-        self.scale = None if layer_scale is None else nn.Parameter(torch.empty(() if scalar else dim, **factory))
+        self.scale = None if layer_scale is None else nn.Parameter(torch.empty(1 if scalar else dim, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if self.scale is not None:
             nn.init.constant_(self.scale, self.layer_scale)  # type: ignore[arg-type]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if (scale := state_dict.get(f"{prefix}scale")) is not None and scale.ndim == 0:  # of old files
+            state_dict[f"{prefix}scale"] = scale.reshape(1)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, z: Tensor, update: Tensor) -> Tensor:
         return self.add(z, update if self.scale is None else self.scale * update)

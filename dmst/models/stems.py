@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from dmst.kernels import compute_dtype
 from dmst.models.activation import Gelu
-from dmst.models.linear import Linear
+from dmst.models.linear import linear
 
 if TYPE_CHECKING:
     from dmst.models.config import ModelConfig
@@ -104,7 +104,7 @@ class NormPatchStem(nn.Module):
         self.size = config.patch_size
         width = config.in_chans * self.size**2
         self.norm_in = nn.LayerNorm(width, **factory)
-        self.projection = Linear(width, config.dim, **factory)
+        self.projection = linear(width, config.dim, **factory)
         self.norm_out = nn.LayerNorm(config.dim, **factory)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -112,6 +112,11 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     return next((name for name, x in tensors.items() if x.is_floating_point() and not torch.isfinite(x).all()), None)
 
 
+def fits(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor of one shape loads as another: what is one number in a row was a scalar in old files."""
+    return found == wanted or (found, wanted) == ((), (1,))
+
+
 def fit(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str = "the checkpoint") -> None:
     """Exact names, shapes and dtypes, or BadFileError that names the first that differs."""
     if missing := [name for name in wanted if name not in tensors]:
@@ -120,7 +125,7 @@ def fit(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str =
         raise BadFileError(f"{what} does not fit: {unknown[0]} is unknown here ({len(unknown)} in all).")
     for name, x in wanted.items():
         here, there = ((y.dtype, tuple(y.shape)) for y in (x, tensors[name]))
-        if here != there:
+        if here[0] != there[0] or not fits(there[1], here[1]):
             raise BadFileError(
                 f"{what} does not fit: {name} is {there[0]} of shape {there[1]}, and {here[0]} of shape {here[1]} is needed."
             )

@@ -24,7 +24,7 @@ from dmst.errors import OptionError, choose
 from dmst.models.block import Block, LayerTrace
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.config import ModelConfig
-from dmst.models.linear import Linear
+from dmst.models.linear import linear, start
 from dmst.models.positions import POSITIONS
 from dmst.models.preprocessing import check_images, pretrained_cfg
 from dmst.models.stems import STEMS
@@ -233,13 +233,15 @@ class VisionModel(nn.Module):
         """Start anew in place: after `to_empty`, or for another seed. Children first, so that a parent has the last word."""
         for module in reversed(list(self.modules())):
             reset = getattr(module, "reset_parameters", None)
-            if callable(reset):
+            if type(module) is nn.Linear:
+                start(module)
+            elif callable(reset):
                 reset()
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 
     def _classifier(self, num_classes: int, **factory: Any) -> nn.Module:
-        return Linear(self.config.dim, num_classes, **factory) if num_classes else nn.Identity()
+        return linear(self.config.dim, num_classes, **factory) if num_classes else nn.Identity()
 
     def _run(self, block: nn.Module, *args: Any) -> Any:
         if self.grad_checkpointing and torch.is_grad_enabled():

@@ -81,7 +81,10 @@ class Operator(nn.Module):
         if z.ndim != 3 or z.shape[-1] != self.dim:
             name = type(self).__name__
             raise ShapeError(f"{name} takes tokens of shape (batch, tokens, {self.dim}), not {tuple(z.shape)}.")
-        given, dtype = z.dtype, self._a_weight().dtype
+        weight = self._a_weight()
+        if weight is None:  # none that is a float: the maps were quantized
+            return
+        given, dtype = z.dtype, weight.dtype
         if given == dtype and given.is_floating_point:
             return
         name = type(self).__name__
@@ -91,12 +94,12 @@ class Operator(nn.Module):
                 f"{name} holds {dtype} weights and was given {z.dtype} tokens: convert one, or use torch.autocast."
             )
 
-    def _a_weight(self) -> Tensor:
+    def _a_weight(self) -> Tensor | None:
         """By name, not from `parameters()`: a replica of nn.DataParallel has none."""
         for child in self.children():
             if isinstance(child, nn.Linear):
                 return child.weight
-        return next(self.parameters())
+        return next((x for x in self.parameters() if x.is_floating_point()), None)
 
 
 def lineage_options(owner: type, bias: bool, options: dict[str, Any]) -> bool:

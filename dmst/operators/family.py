@@ -2,8 +2,9 @@
 
     z -> (projected, membership, gate) -> update -> out
 
-A member states its `Form` and which weights it owns; nothing else differs. The core takes the weights themselves: `subspace`,
-`assign` and `out` are never called as modules, so hooks on them do not fire (hook the operator, or read `decompose`).
+A member states its `Form` and which weights it owns; nothing else differs. The core takes the weights themselves. Where one of
+`subspace`, `assign` and `out` is more than its weight (an adapter, a hook, a pruned, parametrized or quantized weight), they
+are called as modules, in plain torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch.nn import functional as F
 from dmst import kernels, objective, rotary, watched
 from dmst.errors import choose, flag, number
 from dmst.kernels import Form, Weights, reference
+from dmst.kernels.arithmetic import wide
 from dmst.kernels.form import SAVES
+from dmst.kernels.reference import Steps
 from dmst.operators.base import Grid, Operator, Parts
 from dmst.operators.orthonormal import OrthonormalLinear
 
@@ -67,7 +70,7 @@ class TokenStatistics(Operator):
         self.assign = nn.Linear(dim, form.num_heads, bias=membership_bias, **factory) if assign else None
         self.out = None if tied else nn.Linear(dim, dim, **factory)
         self.temperature = nn.Parameter(torch.empty(form.num_heads, 1, **factory)) if form.membership == "energy" else None
-        self.theta = nn.Parameter(torch.empty((), **factory)) if proximal else None
+        self.theta = nn.Parameter(torch.empty(1, **factory)) if proximal else None
         self.proj_drop = nn.Dropout(number("proj_drop", proj_drop, 0, 1))
         self.reset_parameters()
 
@@ -81,28 +84,31 @@ class TokenStatistics(Operator):
     def weights(self) -> Weights:
         """The tensors of the layer, as they enter the products."""
         own = getattr if torch.compiler.is_compiling() else _own
-        subspace, theta = own(self, "subspace"), own(self, "theta")
-        weight, bias = _weight_and_bias(subspace, own)
+        theta = own(self, "theta")
         return Weights(
-            subspace.basis() if isinstance(subspace, OrthonormalLinear) else weight,
-            bias,
-            *_weight_and_bias(own(self, "assign"), own),
-            *_weight_and_bias(own(self, "out"), own),
+            *_weight_and_bias(own(self, "subspace"), own, self.dim),
+            *_weight_and_bias(own(self, "assign"), own, self.dim),
+            *_weight_and_bias(own(self, "out"), own, self.dim),
             own(self, "temperature"),
-            None if theta is None else F.softplus(theta),
+            None if theta is None else F.softplus(theta).reshape(()),
         )
 
-    def _a_weight(self) -> Tensor:
-        if torch.compiler.is_compiling():
-            return self.subspace.weight
-        return _own(_own(self, "subspace"), "weight")
+    def is_plain(self) -> bool:
+        """Whether the weights of its linear maps are all there is to them."""
+        own = getattr if torch.compiler.is_compiling() else _own
+        subspace, assign, out = own(self, "subspace"), own(self, "assign"), own(self, "out")
+        kind = OrthonormalLinear if self.form.mode == "proximal" and type(subspace) is OrthonormalLinear else nn.Linear
+        return watched.is_plain(subspace, kind) and all(x is None or watched.is_plain(x) for x in (assign, out))
 
     def subspaces(self) -> Tensor:
         return rearrange(self.weights().subspace, "(k p) d -> k d p", k=self.num_heads)
 
     def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
         self.check(z)
-        update = kernels.attend(z, self.weights(), self.form, grid=grid, skip=self.skip_silent)
+        if self.is_plain():
+            update = kernels.attend(z, self.weights(), self.form, grid=grid, skip=self.skip_silent)
+        else:
+            update = self._attend_by_modules(z, grid)
         if torch.compiler.is_compiling():
             return self.proj_drop(update)
         drop = _own(self, "proj_drop")
@@ -111,10 +117,41 @@ class TokenStatistics(Operator):
     def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
         """The very steps that `forward` takes, in plain torch, every head."""
         self.check(z)
-        dtype, weights = kernels.compute_dtype(z), self.weights()
-        with kernels.without_autocast(z):
-            steps = reference.steps_of(z, weights, self.form, grid, dtype)
+        steps = self.steps(z, grid)
         return Parts(projected=steps.projected, membership=steps.membership, gate=steps.gate)
+
+    def steps(self, z: Tensor, grid: Grid = None) -> Steps:
+        """Everything up to the update, in plain torch."""
+        if self.is_plain():
+            dtype, weights = kernels.compute_dtype(z), self.weights()
+            with kernels.without_autocast(z):
+                return reference.steps_of(z, weights, self.form, grid, dtype)
+        projected = rearrange(self.subspace(z), "b n (k p) -> b k n p", k=self.num_heads)
+        scores = self._scores(z, grid, self.form.rotary)
+        pooling = self._scores(z, grid, self.form.gate_rotary or "") if self.form.split else scores
+        with kernels.without_autocast(z):
+            pooled, gate = reference.gate_of(pooling, self.form)
+            return reference.steps_from(projected, scores, self.temperature, self.form)._replace(pooled=pooled, gate=gate)
+
+    def _scores(self, z: Tensor, grid: Grid, mode: str) -> Tensor | None:
+        """l_nk of `assign` called as a module, on rotated tokens."""
+        if self.assign is None:
+            return None
+        positions = rotary.table(mode, z.shape[-1], z.shape[-2], grid, device=z.device, dtype=z.dtype)
+        scores = self.assign(z if positions is None else rotary.rotate(z, positions))
+        return wide(scores).transpose(-2, -1)
+
+    def _attend_by_modules(self, z: Tensor, grid: Grid) -> Tensor:
+        steps = self.steps(z, grid)
+        with kernels.without_autocast(z):
+            update = reference.update_of(steps, self.weights().theta, self.form)
+        flat = rearrange(update, "b k n p -> b n (k p)").to(kernels.compute_dtype(z))
+        return F.linear(flat, self.weights().subspace.to(flat.dtype).transpose(0, 1)) if self.out is None else self.out(flat)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if (theta := state_dict.get(f"{prefix}theta")) is not None:  # of old files it is a scalar
+            state_dict[f"{prefix}theta"] = theta.reshape(1)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> Tensor | None:
         """R_var of this layer's projected tokens, membership and gate, c = d / eps^2. At eps = sqrt(d), c = 1: the core's."""
@@ -137,12 +174,19 @@ def _own(module: nn.Module, name: str) -> Any:
     return getattr(module, name)
 
 
-def _weight_and_bias(linear: Any, own: Callable[[Any, str], Any]) -> tuple[Any, Any]:
+def _weight_and_bias(linear: Any, own: Callable[[Any, str], Any], dim: int) -> tuple[Any, Any]:
+    """The matrix and the bias of a linear map, whatever it is made of."""
     if linear is None:
         return None, None
-    if type(linear) is nn.Linear:  # no subclass, whose weight may be computed: torch.nn.utils.parametrize makes one
-        return own(linear, "weight"), own(linear, "bias")
-    return linear.weight, linear.bias
+    if type(linear) is nn.Linear and type(weight := own(linear, "weight")) in (Tensor, nn.Parameter):
+        return weight, own(linear, "bias")
+    if isinstance(linear, OrthonormalLinear):
+        return linear.basis(), linear.bias
+    if isinstance(linear, nn.Linear) and type(linear.weight) in (Tensor, nn.Parameter):  # parametrized
+        return linear.weight, linear.bias
+    like = next((x for x in linear.parameters() if x.is_floating_point()), torch.empty(0))
+    bias = linear(like.new_zeros(1, dim))[0]  # an adapter, a quantized weight: what it does to the axes is its matrix
+    return (linear(torch.eye(dim, dtype=like.dtype, device=like.device)) - bias).transpose(0, 1), bias
 
 
 def _is_idle(drop: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
     retract     weight <- Q^T of weight^T = Q R, diag(R) > 0: Gram-Schmidt on the rows; nothing where it is orthonormal already
     training    each forward retracts, then uses weight with the gradient of Gram-Schmidt, so an optimizer may step freely
-    evaluation  weight, or its retraction where somebody changed it since (a step, an average of weights)
+    evaluation  weight, or its retraction where somebody changed it since (a step, an average of weights); the same gradient
 
 Saving, loading and `eval()` leave the stored matrix alone, so how often a run, or an average of its weights, is saved or
 evaluated does not bend it; a state dict holds the parameter itself, as tools that average state dicts need. `save_model` writes
@@ -51,7 +51,10 @@ class OrthonormalLinear(nn.Linear):
         if not self._readable():  # no values to judge, and Gram-Schmidt is right for every weight
             return orthonormal_rows(self.weight)
         if not self.training:
-            return self.weight if is_orthonormal(self.weight) else orthonormal_rows(self.weight)
+            if not is_orthonormal(self.weight):
+                return orthonormal_rows(self.weight)
+            wanted = torch.is_grad_enabled() and self.weight.requires_grad
+            return _OnManifold.apply(self.weight) if wanted else self.weight
         if not isinstance(self.weight, nn.Parameter):  # a tensor lent by `functional_call` is not ours to change
             return orthonormal_rows(self.weight)
         self.retract_()

@@ -1,0 +1,297 @@
+"""Tools that replace, hook, prune, quantize or differentiate layers meet what they expect."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
+
+import dmst
+from dmst.engine.folder import RunFolder
+from dmst.engine.train import train
+from dmst.models import VisionModel, create_model, load_model, save_model
+from dmst.operators import create
+from dmst.operators.orthonormal import OrthonormalLinear
+from tests.cases import FAMILY, VARIANTS, N, build, grid_of, label, tokens
+from tests.runs import SAVED, Cut, CutAfter, tiny
+
+GRID = grid_of(N)
+Case = tuple[str, dict[str, Any]]
+MAPS = ("subspace", "assign", "out")
+
+# --- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def gradients(operator: nn.Module, z: Tensor, h: Tensor, grid: Any) -> dict[str, Tensor]:
+    operator.zero_grad()
+    (operator(z, grid=grid) * h).sum().backward()
+    return {name: p.grad for name, p in operator.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", VARIANTS, ids=label)
+def test_gradients_are_the_same_in_both_modes(case: Case, dtype: torch.dtype) -> None:
+    """Fine-tuning with frozen batch norms, and influence methods, ask in evaluation mode."""
+    operator = build(*case, dtype=dtype)
+    z, h = tokens(dtype=dtype), tokens(dtype=dtype)
+    trained = gradients(operator.train(), z, h, GRID)
+    evaluated = gradients(operator.eval(), z, h, GRID)
+    assert trained.keys() == evaluated.keys() == {name for name, _ in operator.named_parameters()}
+    for name, found in evaluated.items():
+        assert torch.equal(found, trained[name]), name
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", VARIANTS, ids=label)
+def test_gradients_are_those_of_finite_differences(case: Case, training: bool) -> None:
+    operator = build(*case).train(training)
+    z, h = tokens(), tokens()
+    found = gradients(operator, z, h, GRID)
+    for name, parameter in operator.named_parameters():
+        start, away = parameter.detach().clone(), torch.randn_like(parameter)
+        values = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                parameter.copy_(start + step * away)
+                values.append((operator(z, grid=GRID) * h).sum())
+                parameter.copy_(start)
+        numeric = (values[0] - values[1]) / 2e-5
+        assert abs((found[name] * away).sum() - numeric) <= 1e-5 * (1 + abs(numeric)), name
+
+
+def test_the_flagships_gradients_are_the_same_in_both_modes() -> None:
+    model = create_model("dmst_cifar10", pretrained=True)
+    images = torch.randn(2, 3, 32, 32)
+    for module in model.modules():  # the statistics of a batch are not those of a data set
+        module.training = not isinstance(module, nn.BatchNorm2d)
+    layer = model.blocks[0].operator.subspace.weight
+    found = []
+    for training in (True, False):
+        for block in model.blocks:
+            block.train(training)
+            for residual in (block.residual, block.feedforward.residual):
+                residual.drop_path = 0.0
+        model.zero_grad()
+        model(images).logsumexp(1).sum().backward()
+        found.append(layer.grad.clone())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+# --- layers that were replaced or are listened to ----------------------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    """As PEFT wraps a layer: `weight` is that of the layer inside, and no part of the adapter."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        like = {"dtype": base.weight.dtype}
+        self.down = nn.Linear(base.in_features, rank, bias=False, **like)
+        self.up = nn.Linear(rank, base.out_features, bias=False, **like)
+        nn.init.normal_(self.up.weight, std=0.3)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+class Merged(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.away = nn.Buffer(weight)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.away
+
+
+def maps_of(operator: nn.Module) -> list[str]:
+    return [name for name in MAPS if getattr(operator, name, None) is not None]
+
+
+@pytest.mark.parametrize("case", FAMILY, ids=label)
+def test_an_adapter_does_what_its_matrix_does(case: Case) -> None:
+    """LoRA on each map, against the same operator with the product of the two matrices added to the weight."""
+    z = tokens()
+    for name in maps_of(build(*case)):
+        operator = build(*case).eval()
+        before = operator(z, grid=GRID)
+        merged = copy.deepcopy(operator)
+        adapter = LoRA(getattr(operator, name))
+        setattr(operator, name, adapter)
+        changed = getattr(merged, name)
+        if isinstance(changed, OrthonormalLinear):  # which would be put back onto its manifold
+            plain = nn.Linear(changed.in_features, changed.out_features, changed.bias is not None, dtype=torch.float64)
+            plain.load_state_dict(changed.state_dict())
+            merged.subspace = changed = plain
+        with torch.no_grad():
+            changed.weight.add_(adapter.up.weight @ adapter.down.weight)
+        after, expected = operator(z, grid=GRID), merged(z, grid=GRID)
+        assert (after - before).norm() > 1e-6 * before.norm(), name
+        torch.testing.assert_close(after, expected)
+        parts, wanted = operator.decompose(z, grid=GRID), merged.decompose(z, grid=GRID)
+        torch.testing.assert_close(parts.projected, wanted.projected)
+        torch.testing.assert_close(parts.membership, wanted.membership)
+        torch.testing.assert_close(operator.subspaces(), merged.subspaces())
+        after.square().sum().backward()
+        assert adapter.up.weight.grad.abs().max() > 0 and adapter.down.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("case", FAMILY, ids=label)
+def test_hooks_on_the_maps_fire_and_can_change_what_they_see(case: Case) -> None:
+    operator, z = build(*case).eval(), tokens()
+    plain = operator(z, grid=GRID)
+    for name in maps_of(operator):
+        seen: list[str] = []
+        with getattr(operator, name).register_forward_hook(lambda module, given, out: seen.append("here")):  # noqa: B023
+            torch.testing.assert_close(operator(z, grid=GRID), plain)
+        assert seen, name
+        with getattr(operator, name).register_forward_hook(lambda module, given, out: -3 * out):
+            assert not torch.allclose(operator(z, grid=GRID), plain), name
+    assert torch.equal(operator(z, grid=GRID), plain)  # and nothing is left behind
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_pruned_map_learns(name: str) -> None:
+    operator, z = create("dmsa", 24, 3, dtype=torch.float64), tokens()
+    layer = getattr(operator, name)
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+    optimizer = torch.optim.SGD(operator.parameters(), lr=0.1)
+    results = []
+    for _ in range(3):
+        out = operator(z)
+        results.append(out.detach())
+        optimizer.zero_grad()
+        out.square().sum().backward()
+        optimizer.step()
+    assert not torch.equal(results[0], results[1]) and not torch.equal(results[1], results[2])
+    assert (layer.weight_orig.grad[layer.weight_mask == 0] == 0).all()
+    prune.remove(layer, "weight")
+    assert (layer.weight == 0).double().mean() >= 0.5
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_parametrized_map(name: str) -> None:
+    operator, z = create("dmsa", 24, 3, dtype=torch.float64), tokens()
+    away = torch.randn_like(getattr(operator, name).weight)
+    merged = copy.deepcopy(operator)
+    with torch.no_grad():
+        getattr(merged, name).weight.add_(away)
+    parametrize.register_parametrization(getattr(operator, name), "weight", Merged(away))
+    torch.testing.assert_close(operator(z), merged(z))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("options", [{"mode": "listing"}, {"mode": "equation"}, {"mode": "proximal"}], ids=str)
+def test_quantized_maps(options: dict[str, Any]) -> None:
+    """int8 by torch itself: of every layer that it knows, the weights and not their names alone."""
+    config = {"dim": 48, "depth": 2, "num_heads": 3, "img_size": 32, "num_classes": 7}
+    model = create_model("dmst_cifar", **config, **options).eval()
+    small = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    kinds = [type(module).__module__ for module in small.modules() if type(module).__name__ == "Linear"]
+    assert sum("quantized" in kind for kind in kinds) >= 2 * (4 if options["mode"] == "listing" else 3)
+    images = torch.randn(2, 3, 32, 32)
+    exact, rough = model(images), small(images)
+    assert rough.isfinite().all() and (rough - exact).norm() < 0.2 * exact.norm()
+
+
+def test_int8_by_torchao() -> None:
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed: pip install torchao")
+    model = create_model("dmst_cifar", dim=48, depth=2, num_heads=3, img_size=32).eval()
+    images = torch.randn(2, 3, 32, 32)
+    exact = model(images)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    rough = model(images)
+    assert rough.isfinite().all() and 0 < (rough - exact).norm() < 0.2 * exact.norm()
+
+
+def test_linear_maps_are_those_of_torch() -> None:
+    """A tool that counts or replaces by type sees them all."""
+    for name in ("dmst_cifar", "tost_cifar", "vit_cifar"):
+        model = create_model(name, depth=1)
+        kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
+        assert kinds == {nn.Linear}, name
+
+
+# --- frozen ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_frozen_network_says_the_same(tmp_path: Path) -> None:
+    model = create_model("dmst_cifar10", pretrained=True).eval()
+    with torch.no_grad():
+        model.blocks[1].operator.subspace.weight.add_(0.01)  # as an average of weights is: off the manifold
+    frozen, images = dmst.freeze(model), torch.randn(3, 3, 32, 32)
+    assert not any(isinstance(module, OrthonormalLinear) for module in frozen.modules())
+    assert any(isinstance(module, OrthonormalLinear) for module in model.modules())
+    assert not frozen.training and not any(p.requires_grad for p in frozen.parameters())
+    with torch.no_grad():
+        assert torch.equal(frozen(images), model(images))
+    save_model(frozen, tmp_path / "frozen")
+    save_model(model, tmp_path / "model")
+    assert (tmp_path / "frozen/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
+    graph = torch.export.export(frozen, (images,)).graph
+    assert not any("qr" in str(node.target) for node in graph.nodes)
+
+
+def test_only_our_networks_are_frozen() -> None:
+    with pytest.raises(dmst.errors.OptionError, match="freeze takes a VisionModel of this package, not Linear"):
+        dmst.freeze(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+# --- numbers that were scalars -----------------------------------------------------------------------------------------
+
+
+def scalars(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As older versions wrote them."""
+    return {name: x.reshape(()) if x.shape == (1,) else x for name, x in tensors.items()}
+
+
+def proximal() -> VisionModel:
+    return create_model("dmst_cifar", dim=24, depth=1, num_heads=3, img_size=32, num_classes=5, mode="proximal").eval()
+
+
+def test_no_parameter_is_a_scalar() -> None:
+    """FSDP2 shards along the first axis."""
+    assert all(p.ndim for p in proximal().parameters())
+
+
+def test_weights_with_scalars_still_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = proximal()
+    other = proximal()
+    other.load_state_dict(scalars(model.state_dict()))
+    assert all(torch.equal(x, y) for x, y in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    real = safetensors.torch.save
+    monkeypatch.setattr(safetensors.torch, "save", lambda tensors: real(scalars(tensors)))
+    loaded = load_model(save_model(model, tmp_path / "old"))
+    assert {x.shape for x in loaded.state_dict().values()} == {x.shape for x in model.state_dict().values()}
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(loaded(images), model(images))
+
+
+def test_a_run_with_scalars_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, real = tiny(*SAVED, "model.options.mode=proximal"), RunFolder.save
+
+    def save(run: RunFolder, snapshot: Any) -> Path:
+        return real(run, type(snapshot)(**vars(snapshot) | {"tensors": {k: scalars(x) for k, x in snapshot.tensors.items()}}))
+
+    with monkeypatch.context() as older:
+        older.setattr(RunFolder, "save", save)
+        with pytest.raises(Cut):
+            train(recipe, tmp_path / "run", device="cpu", watch=CutAfter(4))
+    result = train(recipe, tmp_path / "run", device="cpu")
+    straight = train(recipe, tmp_path / "straight", device="cpu")
+    for mine, theirs in zip(result.model.state_dict().values(), straight.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
