@@ -19,7 +19,6 @@ from dmst.models import ModelConfig, model_config
 from dmst.models.activation import Gelu
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.feedforward import FEEDFORWARDS, Ista, LocalStep, MlpStep
-from dmst.models.linear import Linear
 from dmst.models.positions import FourierPosition, LearnedPosition
 from dmst.models.residual import Residual
 from dmst.models.stems import STEMS, ConvStem, ImageConv
@@ -458,7 +457,7 @@ def test_elsewhere_the_scale_stays_apart(why: str) -> None:
     elif why == "a hook everywhere":
         hooks.append(nn.modules.module.register_module_forward_hook(lambda *_: None))
     elif why == "a linear map of one's own":
-        step.mlp.fc2.__class__ = type("Mine", (Linear,), {})
+        step.mlp.fc2.__class__ = type("Mine", (nn.Linear,), {})
     elif why == "a weight of one's own":
         step.mlp.fc2.weight.__class__ = type("Mine", (nn.Parameter,), {})
     with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):

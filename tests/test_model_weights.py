@@ -173,7 +173,7 @@ def check_start(model: VisionModel) -> None:
         elif kind == "scale":
             assert torch.equal(x, torch.full_like(x, config.layer_scale)), key
             scalar = config.operator_options.get("mode") == "proximal" and re.fullmatch(r"blocks\.\d\.residual", owner)
-            assert x.shape == (() if scalar else (96,)), key
+            assert x.shape == ((1,) if scalar else (96,)), key
         elif key in ("cls_token", "position.table"):
             assert 0.8 * config.token_std < x.std() < 1.2 * config.token_std and x.abs().max() < 6 * config.token_std, key
         elif kind == "dictionary":
@@ -232,7 +232,7 @@ def test_layer_scale() -> None:
         assert len(scales[name]) == 2 * (depth + 2)
         assert all(torch.equal(x, torch.full((16,), start)) for x in scales[name].values())
     model = build(("dmst_tiny", {"mode": "proximal"}), layer_scale=0.3)
-    assert {block.residual.scale.shape for block in model.blocks} == {()}
+    assert {block.residual.scale.shape for block in model.blocks} == {(1,)}
     assert {block.feedforward.residual.scale.shape for block in model.blocks} == {(24,)}
 
 
