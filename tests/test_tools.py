@@ -19,6 +19,7 @@ from dmst.models import VisionModel, create_model, load_model, save_model
 from dmst.operators import create
 from dmst.operators.orthonormal import OrthonormalLinear
 from tests.cases import FAMILY, VARIANTS, N, build, grid_of, label, tokens
+from tests.forked import python
 from tests.runs import SAVED, Cut, CutAfter, tiny
 
 GRID = grid_of(N)
@@ -266,6 +267,34 @@ def proximal() -> VisionModel:
 def test_no_parameter_is_a_scalar() -> None:
     """FSDP2 shards along the first axis."""
     assert all(p.ndim for p in proximal().parameters())
+
+
+SHARDED = """
+import copy, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from dmst.models import create_model
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+model = create_model("dmst_cifar", dim=24, depth=2, num_heads=3, img_size=32, num_classes=5, mode="proximal")
+plain = copy.deepcopy(model)
+for part in (*model.blocks, model):
+    fully_shard(part, mesh=mesh)
+images = torch.randn(4, 3, 32, 32)
+for net in (model, plain):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(images).logsumexp(1).sum().backward()
+        optimizer.step()
+torch.testing.assert_close(model(images), plain(images))
+dist.destroy_process_group()
+"""
+
+
+def test_a_proximal_network_can_be_sharded() -> None:
+    done = python("-c", SHARDED, root=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
 
 
 def test_weights_with_scalars_still_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
