@@ -82,9 +82,12 @@ def everywhere() -> bool:
 
 def is_plain(linear: torch.nn.Module, kind: type[torch.nn.Linear] = torch.nn.Linear) -> bool:
     """Whether a product with its weight is all that a call of it is."""
-    if type(linear) is not kind or hooked(linear) or everywhere():
-        return False
-    return type(linear.weight) in (torch.Tensor, torch.nn.Parameter)
+    return type(linear) is kind and not (hooked(linear) or everywhere()) and is_tensor(linear.weight)
+
+
+def is_tensor(x: object) -> bool:
+    """Whether x is a tensor of torch's own, or what stands for one while a graph is traced: no quantized or sharded one."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter) or type(x).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
 def surely(condition: bool) -> bool:

@@ -84,13 +84,12 @@ class TokenStatistics(Operator):
     def weights(self) -> Weights:
         """The tensors of the layer, as they enter the products."""
         own = getattr if torch.compiler.is_compiling() else _own
-        theta = own(self, "theta")
         return Weights(
             *_weight_and_bias(own(self, "subspace"), own, self.dim),
             *_weight_and_bias(own(self, "assign"), own, self.dim),
             *_weight_and_bias(own(self, "out"), own, self.dim),
             own(self, "temperature"),
-            None if theta is None else F.softplus(theta).reshape(()),
+            self._step(),
         )
 
     def is_plain(self) -> bool:
@@ -144,9 +143,17 @@ class TokenStatistics(Operator):
     def _attend_by_modules(self, z: Tensor, grid: Grid) -> Tensor:
         steps = self.steps(z, grid)
         with kernels.without_autocast(z):
-            update = reference.update_of(steps, self.weights().theta, self.form)
+            update = reference.update_of(steps, self._step(), self.form)
         flat = rearrange(update, "b k n p -> b n (k p)").to(kernels.compute_dtype(z))
-        return F.linear(flat, self.weights().subspace.to(flat.dtype).transpose(0, 1)) if self.out is None else self.out(flat)
+        if self.out is not None:
+            return self.out(flat)
+        matrix, _ = _weight_and_bias(self.subspace, getattr, self.dim)
+        return F.linear(flat, matrix.to(flat.dtype).transpose(0, 1))
+
+    def _step(self) -> Tensor | None:
+        """The step size of the proximal mode: a scalar above 0."""
+        theta = self.theta if torch.compiler.is_compiling() else _own(self, "theta")
+        return None if theta is None else F.softplus(theta).reshape(())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if (theta := state_dict.get(f"{prefix}theta")) is not None:  # of old files it is a scalar
@@ -178,15 +185,14 @@ def _weight_and_bias(linear: Any, own: Callable[[Any, str], Any], dim: int) -> t
     """The matrix and the bias of a linear map, whatever it is made of."""
     if linear is None:
         return None, None
-    if type(linear) is nn.Linear and type(weight := own(linear, "weight")) in (Tensor, nn.Parameter):
+    if type(linear) is nn.Linear and watched.is_tensor(weight := own(linear, "weight")):
         return weight, own(linear, "bias")
-    if isinstance(linear, OrthonormalLinear):
-        return linear.basis(), linear.bias
-    if isinstance(linear, nn.Linear) and type(linear.weight) in (Tensor, nn.Parameter):  # parametrized
-        return linear.weight, linear.bias
+    if isinstance(linear, nn.Linear) and watched.is_tensor(linear.weight):  # orthonormal, parametrized
+        return linear.basis() if isinstance(linear, OrthonormalLinear) else linear.weight, linear.bias
     like = next((x for x in linear.parameters() if x.is_floating_point()), torch.empty(0))
-    bias = linear(like.new_zeros(1, dim))[0]  # an adapter, a quantized weight: what it does to the axes is its matrix
-    return (linear(torch.eye(dim, dtype=like.dtype, device=like.device)) - bias).transpose(0, 1), bias
+    axes = torch.eye(dim, dtype=like.dtype, device=like.device)
+    bias = linear(torch.zeros_like(axes[:1]))[0]  # an adapter, a quantized weight: what it does to the axes is its matrix
+    return (linear(axes) - bias).transpose(0, 1), bias
 
 
 def _is_idle(drop: nn.Module) -> bool:

@@ -40,7 +40,9 @@ class OrthonormalLinear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def basis(self) -> Tensor:
-        """The orthonormal matrix that the layer uses."""
+        """The orthonormal matrix that the layer uses; a quantized one as it is, since nothing can put it onto the manifold."""
+        if not watched.is_tensor(self.weight):
+            return self.weight
         if self.training and isinstance(self.weight, nn.Parameter):
             if watched.recorded(self.weight):
                 return _OnManifold.apply(self.weight)
