@@ -193,8 +193,10 @@ class VisionModel(nn.Module):
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Tokens before the patches in what `forward_features` returns."""
-        return int(self.cls_token is not None)
+        """Tokens before the patches inside the blocks, so in the intermediates. `forward_features` has one more where class
+        attention brings the class token in after them.
+        """
+        return self.config.prefix
 
     def get_classifier(self) -> nn.Module:
         return self.head
@@ -268,7 +270,7 @@ class VisionModel(nn.Module):
     def _pool(self, z: Tensor) -> Tensor:
         if self.config.global_pool == "token":
             return z[:, 0]
-        return z[:, self.num_prefix_tokens :].mean(1) if self.config.global_pool == "avg" else z
+        return z[:, int(self.cls_token is not None) :].mean(1) if self.config.global_pool == "avg" else z
 
     def _grid(self, images: Tensor) -> Grid:
         """Rows and columns of patches, or an error that says what does not fit."""
