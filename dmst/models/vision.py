@@ -52,7 +52,7 @@ class VisionModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config, **factory) for _ in range(config.depth))
         count = config.readout_depth if config.readout == "class_attention" else 0
         self.class_blocks = nn.ModuleList(ClassAttentionBlock(config, **factory) for _ in range(count))
-        self.norm: nn.Module = nn.LayerNorm(config.dim, eps=1e-6, **factory)
+        self.norm: nn.Module = nn.LayerNorm(config.dim, eps=config.norm_eps, **factory)
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head: nn.Module = self._classifier(config.num_classes, **factory)
         self.grad_checkpointing = False
