@@ -12,6 +12,9 @@ import pytest
 from dmst import errors
 from dmst.engine.sections import Run
 from dmst.models.zoo import model_config
+from tests import forked
+
+ROOT = Path(errors.__file__).parent.parent
 
 
 def test_nearest_name_and_the_whole_list() -> None:
@@ -96,6 +99,15 @@ def test_without_timm_the_import_says_what_to_install(monkeypatch: pytest.Monkey
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(errors.MissingExtraError, match=r"pip install 'dmst\[timm\]'"):
         importlib.import_module("dmst.integrations.timm")
+
+
+def test_without_timm_a_script_of_timm_ends_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "validate.py").write_text("raise RuntimeError('it ran')")
+    hide = "import runpy, sys; sys.modules.update(dict.fromkeys(('torchvision', 'timm', 'timm.layers', 'timm.models')))"
+    code = f"{hide}; runpy.run_module('dmst.integrations.timm', run_name='__main__', alter_sys=True)"
+    done = forked.python("-c", code, str(tmp_path / "validate.py"), root=ROOT, strict=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert done.stderr.startswith("torchvision could not be imported") and "pip install 'dmst[timm]'" in done.stderr
 
 
 def test_builds_and_what_a_package_asks_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import dmst
+from tests import forked
 
 HEAVY = [
     "typer",
@@ -38,6 +39,7 @@ import sys, time, torch
 before = set(sys.modules)
 start = time.perf_counter()
 import dmst
+from tests import forked
 import dmst.operators
 seconds = time.perf_counter() - start
 import json
@@ -72,3 +74,35 @@ def test_module_and_script_are_the_same_command() -> None:
     ]
     assert len(set(outputs)) == 1
     assert outputs[0].startswith(f"dmst {dmst.__version__}  torch ")
+
+
+WITHOUT_FCNTL = """
+import importlib, json, pkgutil, sys
+sys.modules["fcntl"] = None  # as on Windows
+import dmst
+from tests import forked
+from dmst.cli import main
+
+elsewhere = ("dmst.__main__", "dmst.integrations.", "dmst.kernels.")  # the command itself; what needs other libraries
+for module in pkgutil.walk_packages(dmst.__path__, "dmst."):
+    if not module.name.startswith(elsewhere):
+        importlib.import_module(module.name)
+photo, out = sys.argv[1:]
+for arguments in ["--help"], ["models", "dmst_digits"], ["classify", photo, "--json"], ["train", "digits", "--out", out]:
+    sys.argv = ["dmst", *arguments]
+    try:
+        main()
+    except SystemExit as done:
+        print(json.dumps([arguments[0], done.code or 0]))
+"""
+
+
+def test_without_fcntl_all_but_training_works(tmp_path: Path) -> None:
+    """Windows has none. The one line is told before anything is made."""
+    photo = Path(dmst.__file__).parent / "photos/cat.jpg"
+    done = forked.python("-c", WITHOUT_FCNTL, str(photo), str(tmp_path / "run"), root=tmp_path)
+    assert done.returncode == 0, done.stderr
+    statuses = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert statuses == [["--help", 0], ["models", 0], ["classify", 0], ["train", 1]]
+    assert done.stderr == "training needs a POSIX system: a run's folder is locked with flock. Use Linux, macOS or WSL.\n"
+    assert not list(tmp_path.iterdir())

@@ -32,7 +32,7 @@ FORM = Form(3)
 def _as_it_was() -> Iterator[None]:
     """The choice is one for the process, and what is known about Triton is remembered: both are put back."""
     before = choice._chosen
-    remembered = (choice.triton_problem, choice.interpreted)
+    remembered = (choice.triton_problem, choice.interpreted, choice._warn_once)
     yield
     choice._chosen = before
     for function in remembered:
@@ -210,6 +210,31 @@ def test_without_a_triton_that_works(trouble: Any, monkeypatch: pytest.MonkeyPat
         kernels.attend(*layer())
     z, weights, form = layer()
     assert torch.equal(kernels.attend(z, weights, form), reference.attend(z, weights, form, dtype=F32))
+
+
+@pytest.mark.parametrize("version", ["3.9.0", "3.10.0+git123", "4.0"])
+def test_a_triton_that_was_not_tested_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning with the remedy, and plain torch; whoever asks for the fused kernels gets an error."""
+    monkeypatch.setattr(choice, "interpreted", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    choice.triton_problem.cache_clear()
+    found(monkeypatch, SimpleNamespace(__version__=version))
+    reason = rf"Triton {re.escape(version)} is newer than 3\.8, the newest that was tested"
+    with use_kernels("fused"), pytest.raises(OptionError, match=reason):
+        kernels.attend(*layer())
+    kernels.attend(*layer())  # where no such device is, nobody needs to know
+    with pytest.warns(UserWarning, match=rf"{reason}.*pip install --upgrade 'dmst\[kernels\]'"):
+        choice.verdict(CUDA, F32, FORM, 24, "auto")
+    answer = choice.verdict(CUDA, F32, FORM, 24, "auto")  # a second warning would be an error here
+    assert not answer.fused and re.fullmatch(reason, answer.why)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.8.1+git123"])
+def test_a_triton_that_was_tested_is_neither_old_nor_new(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice.triton_problem.cache_clear()
+    found(monkeypatch, SimpleNamespace(__version__=version))
+    assert " than " not in choice.triton_problem()
 
 
 def test_devices_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -491,6 +491,14 @@ def as_dtype(dtype: torch.dtype) -> Callable[[dict[str, Tensor]], dict[str, Tens
     return lambda w: {key: x.to(dtype) if x.is_floating_point() else x for key, x in w.items()}
 
 
+def test_a_crate_from_before_its_eps_was_stated_keeps_the_one_it_was_trained_with(tmp_path: Path) -> None:
+    model = create_model("crate_tiny", **SMALL, norm_eps=1e-6)
+    folder = forge(save_model(model, tmp_path / "old"), change=lambda told: told["dmst"]["config"].pop("norm_eps"))
+    again = load_model(folder)
+    assert again.config.norm_eps == again.blocks[0].norm.eps == again.norm.eps == 1e-6
+    assert again.config == model.config and create_model("crate_tiny", **SMALL).norm.eps == 1e-5
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -289,7 +289,7 @@ def test_another_classifier(case: Case) -> None:
 def test_what_the_classifier_reads(readout: str) -> None:
     model, x = build(("tost_tiny", {"readout": readout})).eval(), images()
     tokens, prefix = model.forward_features(x), int(readout != "mean")
-    assert tokens.shape == (BATCH, 6 + prefix, 24) and model.num_prefix_tokens == prefix
+    assert tokens.shape == (BATCH, 6 + prefix, 24) and model.num_prefix_tokens == (readout == "token")
     assert (model.cls_token is None) == (readout == "mean") and len(model.class_blocks) == 2 * (readout == "class_attention")
     own = tokens[:, 0] if prefix else tokens.mean(1)
     assert relative(model(x), model.head(own)) < 1e-13

@@ -45,7 +45,7 @@ def test_any_size_that_the_patch_divides(case: Case) -> None:
             assert type(logits) is Tensor and logits.shape == (2, 7) and logits.dtype == F64
             assert logits.isfinite().all()
     tokens = model.forward_features(images((96, 80), 2))
-    assert tokens.shape == (2, 30 + model.num_prefix_tokens, 24)
+    assert tokens.shape == (2, 30 + (model.cls_token is not None), 24)
     assert model(images(batch=0)).shape == (0, 7)
 
 

@@ -1,4 +1,7 @@
-"""Ours against the published operators, retyped independently in dmst/bench/published.py: equal to 1e-12, with gradients."""
+"""Ours against the published operators, retyped independently in dmst/bench/published.py: equal to 1e-12, with gradients.
+
+CRATE's whole network is retyped here.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dmst.bench.published import (
     AttentionDMSA,
@@ -17,6 +21,7 @@ from dmst.bench.published import (
     soft_threshold,
     soft_threshold_topk,
 )
+from dmst.models import VisionModel, create_model
 from dmst.operators import DMSA, MHSA, TSSA
 from dmst.rotary import rotate, table
 from dmst.sparsemax import sparsemax
@@ -217,3 +222,44 @@ def test_row_20_one_call_to_assign_is_the_printed_two() -> None:
     parts = ours.decompose(z)
     torch.testing.assert_close(parts.membership, scores.sigmoid().mT, rtol=1e-12, atol=0)
     torch.testing.assert_close(parts.gate, soft_threshold(scores.mean(1)), rtol=0, atol=1e-12)
+
+
+def crate(x: Tensor, w: dict[str, Tensor], depth: int, heads: int, patch: int) -> Tensor:
+    """The published CRATE, of Ma-Lab-Berkeley: every norm is a plain LayerNorm, whose eps is torch's own, 1e-5."""
+
+    def norm(z: Tensor, name: str) -> Tensor:
+        return F.layer_norm(z, z.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
+
+    b, c, rows, columns = x.shape
+    x = x.reshape(b, c, rows // patch, patch, columns // patch, patch).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+    x = F.linear(norm(x, "stem.norm_in"), w["stem.projection.weight"], w["stem.projection.bias"])
+    x = torch.cat((w["cls_token"].expand(b, -1, -1), norm(x, "stem.norm_out")), 1) + w["position.table"]
+    for i in range(depth):
+        at = f"blocks.{i}"
+        s = F.linear(norm(x, f"{at}.norm"), w[f"{at}.operator.subspace.weight"]).unflatten(-1, (heads, -1)).transpose(1, 2)
+        mixed = (s @ s.mT * s.shape[-1] ** -0.5).softmax(-1) @ s
+        x = x + F.linear(mixed.transpose(1, 2).flatten(2), w[f"{at}.operator.out.weight"], w[f"{at}.operator.out.bias"])
+        z, dictionary = norm(x, f"{at}.feedforward.norm"), w[f"{at}.feedforward.dictionary"]
+        descent = F.linear(z, dictionary.T) - F.linear(F.linear(z, dictionary), dictionary.T)
+        x = torch.relu(z + 0.1 * descent - 0.1 * 0.1)
+    return F.linear(norm(x[:, 0], "norm"), w["head.weight"], w["head.bias"])
+
+
+def small_crate(**options: Any) -> VisionModel:
+    torch.manual_seed(0)
+    model = create_model("crate_tiny", dim=24, depth=2, num_heads=3, img_size=32, num_classes=5, dtype=F64, **options).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def test_crate_is_the_published_network() -> None:
+    model, x = small_crate(), torch.randn(2, 3, 32, 32, dtype=F64)
+    wanted = crate(x, model.state_dict(keep_vars=True), 2, 3, 16)
+    assert relative(model(x), wanted) < 1e-12
+    grad = torch.randn_like(wanted)
+    parameters = list(model.parameters())
+    ours, theirs = (torch.autograd.grad(out, parameters, grad) for out in (model(x), wanted))
+    assert all(relative(a, b) < 1e-12 for a, b in zip(ours, theirs, strict=True))
+    assert relative(small_crate(norm_eps=1e-6)(x), wanted) > 1e-9  # the test sees the eps of the norms

@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import dmst
+from dmst.kernels import choice
 from tests.test_layers import imports
 
 ROOT = Path(dmst.__file__).parent
@@ -134,6 +135,17 @@ def test_floors() -> None:
     for name, floor in FLOORS.items():
         found = re.fullmatch(r">=([\d.]+)", asked[name])
         assert found and number(found[1]) >= number(floor), f"{name} {asked[name]}"
+
+
+def test_triton_is_bounded_by_what_was_tested() -> None:
+    (line,) = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]["kernels"]
+    (low, old), (high, new) = choice.OLDEST_TRITON, choice.NEWEST_TRITON
+    assert Requirement(line).specifier == SpecifierSet(f">={low}.{old},<{high}.{new + 1}")
+
+
+def test_the_pythons_that_were_tried_are_named() -> None:
+    named = tomllib.loads(PROJECT.read_text())["project"]["classifiers"]
+    assert [line.rpartition(" ")[2] for line in named if "Python :: 3." in line] == ["3.11", "3.12", "3.13", "3.14"]
 
 
 def number(version: str) -> list[int]:

@@ -17,15 +17,18 @@ from torch import nn
 from torch.nn import functional as F
 
 import dmst
-from dmst.errors import UnknownNameError
+from dmst.errors import OptionError, UnknownNameError
 from dmst.models import shipped
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.config import ModelConfig
 from dmst.models.positions import FourierPosition
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
+from tests import forked
 from tests.test_timm_contract import SMALL, every_model, images, one_of_each, small
 from tests.timm_here import integration, timm
+
+ROOT = Path(dmst.__file__).parent.parent
 
 
 def create(name: str, **options: Any) -> Any:
@@ -87,7 +90,25 @@ def test_weights_that_ship(name: str) -> None:
         assert (model(stored["images"]) - stored["logits"]).abs().max() < shipped.NEAR
         other = timm.create_model(timm_name(name), pretrained=True, num_classes=3).eval()
         assert other(stored["images"]).shape == (8, 3)
+        maps = timm.create_model(timm_name(name), pretrained=True, features_only=True, out_indices=(1,)).eval()
+        seen = model.forward_intermediates(stored["images"], [1], intermediates_only=True)[0]
+        torch.testing.assert_close(maps(stored["images"])[0], seen)
     assert torch.equal(other.blocks[0].norm.weight, model.blocks[0].norm.weight)
+    assert timm.models.is_model_pretrained(timm_name(name))
+    assert timm.list_pretrained(f"{timm_name(name)}.*") == [f"{timm_name(name)}.shipped"]
+
+
+@pytest.mark.parametrize("name", list(shipped.SHIPPED))
+def test_weights_that_ship_for_other_channels(name: str) -> None:
+    """Three channels become others as timm does it; one does not become three, and the error says what to do."""
+    held = model_config(name).in_chans
+    if held == 3:
+        gray, whole = (timm.create_model(timm_name(name), pretrained=True, in_chans=n).eval() for n in (1, 3))
+        x = torch.randn(2, 1, 32, 32)
+        torch.testing.assert_close(gray(x), whole(x.expand(-1, 3, -1, -1)), atol=1e-4, rtol=1e-4)
+    else:
+        with pytest.raises(OptionError, match=rf"in_chans is 3, and the weights are for {held}.*pretrained=False"):
+            timm.create_model(timm_name(name), pretrained=True, in_chans=3)
 
 
 def test_the_models_of_timm_are_still_its_own() -> None:
@@ -304,6 +325,56 @@ def test_a_few_steps_of_training(name: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.95 * losses[0]
+
+
+# --- scripts of timm -------------------------------------------------------------------------------------------------
+
+# what timm's validate.py does, with a module beside it and a class of its own that is pickled
+SCRIPT = """
+import argparse, copy, pickle, sys
+import beside, timm, timm.data, torch
+
+class Seen:
+    pass
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    args = parser.parse_args()
+    model = timm.create_model(args.model, pretrained=True).eval()
+    data = timm.data.resolve_data_config(vars(args), model=model)
+    assert type(pickle.loads(pickle.dumps(Seen()))) is Seen
+    import dmst.integrations.timm  # once more: no name is registered twice
+    with torch.no_grad():
+        print(beside.WORD, sys.argv, data["input_size"], tuple(model(torch.zeros(2, *data["input_size"])).shape))
+    sys.exit(7)
+"""
+
+
+def run_script(*arguments: str) -> forked.Done:
+    return forked.python("-m", "dmst.integrations.timm", *arguments, root=ROOT, strict=True)
+
+
+def test_a_script_of_timm_finds_the_models(tmp_path: Path) -> None:
+    script = tmp_path / "validate.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("WORD = 'found'")
+    done = run_script(str(script), "--model", "dmst_digits")
+    assert done.returncode == 7, done.stderr  # the script's own
+    assert done.stdout == f"found {[str(script), '--model', 'dmst_digits']} (1, 8, 8) (2, 10)\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "Name a script of timm: python -m dmst.integrations.timm SCRIPT [ARGUMENTS]"),
+        (["--model"], "Name a script of timm: python -m dmst.integrations.timm SCRIPT [ARGUMENTS]"),
+        (["no_such.py", "-h"], "no_such.py is no file: give the path of a script, such as timm's validate.py."),
+    ],
+)
+def test_no_script_is_one_line(arguments: list[str], said: str) -> None:
+    done = run_script(*arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{said}\n")
 
 
 # --- oracles ---------------------------------------------------------------------------------------------------------

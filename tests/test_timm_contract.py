@@ -90,7 +90,7 @@ def test_default_configuration(name: str) -> None:
     assert f"{cfg['classifier']}.weight" in parameters and f"{cfg['first_conv']}.weight" in parameters
 
     tokens = model.forward_features(x)
-    assert tokens.shape == (2, GRID[0] * GRID[1] + model.num_prefix_tokens, dim)
+    assert tokens.shape == (2, (model.cls_token is not None) + GRID[0] * GRID[1], dim)
     features = model.forward_head(tokens, pre_logits=True)
     assert features.shape == (2, dim)
     torch.testing.assert_close(model.get_classifier()(features), model(x))
@@ -128,6 +128,19 @@ def test_intermediates(name: str) -> None:
     torch.testing.assert_close(normed, model.norm(last))
     if config.readout != "class_attention":  # nothing but the norm comes after the last block
         assert torch.equal(normed, final[:, config.prefix :])
+
+
+@every_model
+def test_prefix_tokens_are_those_inside_the_blocks(name: str) -> None:
+    """As timm counts them, and a DPT on top of it. A class token that joins after the blocks is in `forward_features` alone."""
+    model, cells, seen = create(name).eval(), GRID[0] * GRID[1], []
+    x, prefix = images(model), model.num_prefix_tokens
+    model.blocks[0].register_forward_hook(lambda _, given, out: seen.extend((given[0].shape[1], out.shape[1])))
+    features = model.forward_features(x)
+    assert seen == [prefix + cells] * 2
+    assert features.shape[1] == prefix + cells + (model.config.readout == "class_attention")
+    for tokens, before in model.forward_intermediates(x, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True):
+        assert (before.shape[1], tokens.shape[1]) == (prefix, cells)
 
 
 @every_model

@@ -45,6 +45,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         if self._lock is not None:
             raise OptionError(f"{self.path} is open already.")
+        lock.posix()  # or an error, before anything is made
         try:
             if self.path.is_file():
                 with self.path.open("rb") as file:

@@ -9,16 +9,27 @@ name in this folder is given to a new file, unless the process that holds the lo
 from __future__ import annotations
 
 import errno
-import fcntl
+import importlib
 import os
 import re
 import stat
 from pathlib import Path
+from types import ModuleType
 
 from dmst.errors import OptionError
 
 SIZE = 80  # bytes that a lock has at most
 FORM = re.compile(r"(\d+( \d+:\d+)?\n)?")
+
+
+def posix() -> ModuleType:
+    """fcntl; Windows has none. Asked for by those who lock, so that all else works there."""
+    try:
+        return importlib.import_module("fcntl")
+    except ImportError as error:
+        raise OptionError(
+            "training needs a POSIX system: a run's folder is locked with flock. Use Linux, macOS or WSL."
+        ) from error
 
 
 def take(path: Path) -> int:
@@ -53,6 +64,7 @@ def _opened(path: Path) -> int:
 
 def _taken(handle: int, path: Path, here: str) -> bool:
     """Whether the lock is ours; False where it has to be opened again."""
+    fcntl = posix()
     info = os.fstat(handle)
     text = os.read(handle, SIZE).decode(errors="replace") if stat.S_ISREG(info.st_mode) else "a pipe or device"
     if not FORM.fullmatch(text):

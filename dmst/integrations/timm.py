@@ -5,24 +5,30 @@
     model = timm.create_model("dmst_cifar10", pretrained=True)           weights that ship (`dmst models --shipped`)
     model = timm.create_model("local-dir:folder", pretrained=True)       a folder that dmst.save_model or timm wrote
 
-timm's training script: `train.py --device-modules dmst.integrations.timm --model dmst_tiny_patch16_224`. Names are the zoo's,
-but timm has a vit_* of its own, so ours are dmst_vit_*. Keywords are timm's, the fields of ModelConfig and the options of the
+timm's scripts: `python -m dmst.integrations.timm validate.py --model dmst_cifar10 --pretrained ...`. Names are the zoo's, but
+timm has a vit_* of its own, so ours are dmst_vit_*. Keywords are timm's, the fields of ModelConfig and the options of the
 operator.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from dmst.errors import need
+from dmst.errors import OptionError, need
+from dmst.integrations import script
 from dmst.models import VisionModel, shipped, zoo
 from dmst.models.files import WEIGHTS
 from dmst.models.preprocessing import pretrained_cfg
+
+if __name__ == "__main__":  # the models are registered by the module of that name, which the script may import too
+    script.main("dmst.integrations.timm", sys.argv[1:])
+    raise SystemExit
 
 need("torchvision", "timm")  # timm needs it, and a torchvision built for another torch fails: first, so that the error names it
 layers, models = need("timm.layers", "timm"), need("timm.models", "timm")
@@ -69,12 +75,17 @@ def _build(
 
 
 def _fit(weights: dict[str, Tensor], model: VisionModel) -> dict[str, Tensor]:
-    """Weights of another size of image or number of channels, adapted as timm adapts its own; what cannot be stays as it is."""
+    """Weights of another size of image or number of channels, adapted as timm adapts its own."""
     config, cfg = model.config, model.pretrained_cfg
     first = f"{cfg['first_conv']}.weight"
     kernel, table = weights.get(first), weights.get("position.table")
-    if kernel is not None and kernel.ndim == 4 and kernel.shape[1] == 3:
-        weights[first] = models.adapt_input_conv(config.in_chans, kernel)
+    if kernel is not None and kernel.ndim == 4 and kernel.shape[1] != config.in_chans:
+        if kernel.shape[1] != 3:
+            raise OptionError(
+                f"in_chans is {config.in_chans}, and the weights are for {kernel.shape[1]}: only those for 3 can be adapted. "
+                "Leave in_chans as it is, or use pretrained=False."
+            )
+        weights[first] = models.adapt_input_conv(config.in_chans, kernel.float())  # sums, which float16 would round
     if table is not None:
         count = len(table) - config.prefix
         stated = tuple(side // config.patch_size for side in cfg["input_size"][1:])

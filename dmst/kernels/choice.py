@@ -22,6 +22,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,7 +36,8 @@ from dmst.kernels import closed_form, plan, reference, silent
 from dmst.kernels.form import Form, Weights
 
 CHOICES = ("auto", "reference", "fused")
-OLDEST_TRITON = (3, 6)
+OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 8)  # tested, both; a newer one may break the kernels, as 3.9 does
+UNTESTED = "the newest that was tested"
 OLDEST_DEVICE = (8, 0)  # bfloat16 and TF32 in the tensor cores
 
 # What "auto" does on a CUDA device, by dtype. Timed on one H200 by CUDA-graph replay, in bfloat16 alone
@@ -83,17 +85,28 @@ class Verdict(NamedTuple):
 
 @functools.cache
 def triton_problem() -> str:
-    """What is wrong with Triton here; nothing where it is present and new enough."""
+    """What is wrong with Triton here; nothing where it is present and of a version that was tested."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install 'dmst[kernels]')"
     try:
         version = importlib.import_module("triton").__version__
-        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
+        release = tuple(int(part) for part in version.split(".")[:2])
+        if release < OLDEST_TRITON:
             return f"Triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+        if release > NEWEST_TRITON:
+            return f"Triton {version} is newer than {'.'.join(map(str, NEWEST_TRITON))}, {UNTESTED}"
         importlib.import_module("dmst.kernels.registered")
     except Exception as error:  # a broken build fails in many ways; each means the same here
         return f"Triton cannot be used ({type(error).__name__}: {error})"
     return ""
+
+
+@functools.cache
+def _warn_once(problem: str) -> None:
+    warnings.warn(
+        f"{problem}: plain torch is used, which is slower. For a Triton that was tested: pip install --upgrade 'dmst[kernels]'",
+        stacklevel=4,
+    )
 
 
 @functools.cache
@@ -107,6 +120,8 @@ def machine_problem(device: str, index: int, fused: bool) -> str:
     if device != "cuda" and not (device == "cpu" and fused and interpreted()):
         return f"fused kernels need a CUDA device, and this is {device}"
     problem = triton_problem()
+    if problem.endswith(UNTESTED) and not fused:
+        _warn_once(problem)
     if problem or device != "cuda":
         return problem
     return _card_problem(index, torch.cuda.is_available, torch.cuda.get_device_capability)

@@ -33,7 +33,7 @@ class LayerTrace(NamedTuple):
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.dim, eps=1e-6, **factory)
+        self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps, **factory)
         self.operator = config.create_operator(**factory)
         scalar = self.operator.wants_scalar_scale
         self.residual = Residual(config.dim, config.layer_scale, config.drop_path_rate, scalar=scalar, **factory)

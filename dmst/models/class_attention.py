@@ -30,11 +30,11 @@ class ClassAttentionBlock(nn.Module):
         super().__init__()
         dim = config.dim
         self.num_heads = config.num_heads
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **factory)
+        self.norm1 = nn.LayerNorm(dim, eps=config.norm_eps, **factory)
         self.qkv = linear(dim, 3 * dim, bias=config.qkv_bias, **factory)
         self.out = linear(dim, dim, **factory)
         self.attention_residual = Residual(dim, config.layer_scale, **factory)
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6, **factory)
+        self.norm2 = nn.LayerNorm(dim, eps=config.norm_eps, **factory)
         self.mlp = Mlp(config, **factory)
         self.residual = Residual(dim, config.layer_scale, **factory)
         self.drop = nn.Dropout(config.proj_drop_rate)

@@ -59,6 +59,7 @@ class ModelConfig:
     global_pool: str | None = None  # what the classifier reads: token, avg, or "" for every token; None: the readout's own
     layer_scale: float | None = 1.0  # the start of every LayerScale; None: none
     token_std: float = 0.02  # the start of class token and learned positions
+    norm_eps: float = 1e-6  # of every LayerNorm but those of the stem
     qkv_bias: bool = True
     drop_rate: float = 0.0
     proj_drop_rate: float = 0.0
@@ -79,6 +80,7 @@ class ModelConfig:
             number(name, getattr(self, name), 0, 1)
         number("mlp_ratio", self.mlp_ratio, 1 / self.dim, 1e6)
         number("token_std", self.token_std, 0, 1e6)
+        number("norm_eps", self.norm_eps, 1e-12, 1)
         if self.layer_scale is not None:
             number("layer_scale", self.layer_scale, -1e6, 1e6)
         OPERATORS.find(self.operator)

@@ -82,7 +82,7 @@ class MlpStep(nn.Module):
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.dim, eps=1e-6, **factory)
+        self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps, **factory)
         self.mlp = self.map(config, **factory)
         self.residual = Residual(config.dim, config.layer_scale, config.drop_path_rate, **factory)
 
@@ -115,7 +115,7 @@ class Ista(nn.Module):
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.dim, eps=1e-6, **factory)
+        self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps, **factory)
         self.dictionary = nn.Parameter(torch.empty(config.dim, config.dim, **factory))
         self.reset_parameters()
 

@@ -52,7 +52,7 @@ class VisionModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config, **factory) for _ in range(config.depth))
         count = config.readout_depth if config.readout == "class_attention" else 0
         self.class_blocks = nn.ModuleList(ClassAttentionBlock(config, **factory) for _ in range(count))
-        self.norm: nn.Module = nn.LayerNorm(config.dim, eps=1e-6, **factory)
+        self.norm: nn.Module = nn.LayerNorm(config.dim, eps=config.norm_eps, **factory)
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head: nn.Module = self._classifier(config.num_classes, **factory)
         self.grad_checkpointing = False
@@ -193,8 +193,10 @@ class VisionModel(nn.Module):
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Tokens before the patches in what `forward_features` returns."""
-        return int(self.cls_token is not None)
+        """Tokens before the patches inside the blocks, so in the intermediates. `forward_features` has one more where class
+        attention brings the class token in after them.
+        """
+        return self.config.prefix
 
     def get_classifier(self) -> nn.Module:
         return self.head
@@ -270,7 +272,7 @@ class VisionModel(nn.Module):
     def _pool(self, z: Tensor) -> Tensor:
         if self.config.global_pool == "token":
             return z[:, 0]
-        return z[:, self.num_prefix_tokens :].mean(1) if self.config.global_pool == "avg" else z
+        return z[:, int(self.cls_token is not None) :].mean(1) if self.config.global_pool == "avg" else z
 
     def _grid(self, images: Tensor) -> Grid:
         """Rows and columns of patches, or an error that says what does not fit."""

@@ -25,7 +25,7 @@ LAYERS: dict[str, Row] = {
     "dmst": {"operator": "dmsa"},
     "tost": {"operator": "tssa"},
     "vit": {"operator": "mhsa"},
-    "crate": {"operator": "mssa", "qkv_bias": False, "feedforward": "ista", "layer_scale": None},
+    "crate": {"operator": "mssa", "qkv_bias": False, "feedforward": "ista", "layer_scale": None, "norm_eps": 1e-5},
 }
 # where a family's published skeleton departs from ToST's
 SKELETONS: dict[str, Row] = {

@@ -12,7 +12,6 @@ A line that a kill cut off is the last one: it is left out when read, and the ne
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dmst.engine.lock import posix
 from dmst.engine.sections import Recipe
 from dmst.errors import BadFileError
 
@@ -65,6 +65,7 @@ def add(path: Path, line: Line) -> None:
     missing = [key for key in KEYS if key not in line]
     if missing:
         raise BadFileError(f"a run for {path} lacks {', '.join(missing)}.")
+    fcntl = posix()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # several processes may share a device
@@ -81,6 +82,7 @@ def add(path: Path, line: Line) -> None:
 @contextmanager
 def claimed(folder: Path, config: str) -> Iterator[bool]:
     """Whether this process alone is at a run, named by config and seed, as long as the block lasts; a kill frees it too."""
+    fcntl = posix()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{config}.lock"
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "rb") as file:  # whatever is there stays as it is
