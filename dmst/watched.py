@@ -5,6 +5,8 @@
     exported()      of these, the ones whose graph somebody else will read: plain operators only
     dispatched()    a dispatch mode (fake tensors, make_fx, a FLOP counter): tensors may have no values to read
     recorded(x)     a CUDA graph is recorded where x is: nothing has a value yet
+    symbolic()      torch.fx: tensors may be proxies
+    proxied(x)      x is one: it stands for a tensor, and has no size, dtype or device to ask for (one_node.py)
     hooked(x)       a module whose call somebody would miss: hooks, a forward of its own as an object, compiled by itself
     is_plain(x)     a linear map of which the weight is all: no adapter, no quantized or sharded weight, no hook
     everywhere()    a hook on every module there is
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import torch
 from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -69,6 +72,14 @@ def nobody() -> bool:
 
 def recorded(x: torch.Tensor) -> bool:
     return x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+
+
+def symbolic() -> bool:
+    return _symbolic_trace._is_fx_tracing_flag
+
+
+def proxied(x: object) -> bool:
+    return isinstance(x, torch.fx.Proxy)
 
 
 def hooked(module: torch.nn.Module) -> bool:

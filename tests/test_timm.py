@@ -26,7 +26,7 @@ from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
 from tests import forked
 from tests.test_timm_contract import SMALL, every_model, images, one_of_each, small
-from tests.timm_here import integration, timm
+from tests.timm_here import integration, timm, torchvision
 
 ROOT = Path(dmst.__file__).parent.parent
 
@@ -138,6 +138,36 @@ def test_features_only(name: str) -> None:
         assert features.feature_info.channels() == [SMALL["dim"]] * len(chosen)
         assert features.feature_info.reduction() == [model_config(name).patch_size] * len(chosen)
         assert "classifier" not in features.pretrained_cfg
+
+
+@every_model
+def test_features_from_a_symbolic_graph(name: str) -> None:
+    """torch.fx, as timm and torchvision use it: the logits, the tokens after a block, and any part by its name."""
+    model = create(name, drop_path_rate=0.1).eval()
+    x, last = images(model), timm.models.get_graph_node_names(model)[1][-1]
+    wanted, blocks = model(x), model.forward_intermediates(x, output_fmt="NLC", return_prefix_tokens=True)[1]
+    assert torch.equal(timm.models.create_feature_extractor(model, [last])(x)[last], wanted)
+    for found, (patches, prefix) in zip(timm.models.FeatureGraphNet(model, (0, 2))(x), (blocks[0], blocks[2]), strict=True):
+        assert torch.equal(found, torch.cat((prefix, patches), 1))
+
+    names = ["stem", "blocks.1.operator", "blocks.2.feedforward", "norm", "head"]
+    heard: dict[str, torch.Tensor] = {}
+    found = torchvision.models.feature_extraction.create_feature_extractor(model, names)(x)
+    for part in names:
+        model.get_submodule(part).register_forward_hook(lambda _, args, out, part=part: heard.setdefault(part, out))
+    model(x)
+    heard["norm"] = heard["norm"][:, : found["norm"].shape[1]]  # who listens to it gets every token
+    assert found.keys() == heard.keys() and all(torch.equal(found[part], heard[part]) for part in names)
+
+
+@every_model
+def test_a_symbolic_graph_trains_every_parameter(name: str) -> None:
+    model = create(name, num_classes=42).train()
+    last = timm.models.get_graph_node_names(model)[0][-1]
+    (logits,) = timm.models.create_feature_extractor(model, [last]).train()(images(model)).values()
+    assert logits.shape == (2, 42)
+    logits.mean().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in model.parameters())
 
 
 @every_model

@@ -17,3 +17,5 @@ except MissingExtraError as error:
 timm = importlib.import_module("timm")
 for _part in ("data", "optim", "utils"):  # import timm leaves them out
     importlib.import_module(f"timm.{_part}")
+torchvision = importlib.import_module("torchvision")
+importlib.import_module("torchvision.models.feature_extraction")

@@ -23,9 +23,10 @@ from dmst.models.config import ModelConfig
 from dmst.models.feedforward import Mlp
 from dmst.models.linear import linear
 from dmst.models.residual import Residual
+from dmst.one_node import OneNode
 
 
-class ClassAttentionBlock(nn.Module):
+class ClassAttentionBlock(OneNode):
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
         dim = config.dim

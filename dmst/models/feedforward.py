@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dmst.models.config import ModelConfig
 
 Grid = tuple[int, int] | None
+torch.fx.wrap("local_gelu")  # it asks for sizes: one node
 
 
 class Mlp(nn.Module):
@@ -100,7 +101,7 @@ class MlpStep(nn.Module):
         not kept for it. In bfloat16 alone: float32 keeps its bits, and float16 has no room for a small scale.
         """
         usual = type(self.mlp) in (Mlp, LocalMlp) and type(self.residual) is Residual
-        if not usual or compute_dtype(z) != torch.bfloat16:
+        if not usual or watched.proxied(z) or compute_dtype(z) != torch.bfloat16:
             return False
         return watched.is_plain(self.mlp.fc2) and not any(map(watched.hooked, (self.mlp, self.residual)))
 

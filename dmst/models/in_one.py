@@ -33,7 +33,9 @@ def step(
 
 
 def serves(norm: nn.LayerNorm, operator: Operator, residual: Residual, z: Tensor) -> bool:
-    if not plan.STEPS or not isinstance(operator, TokenStatistics) or not _usual(norm, operator, residual):
+    if not plan.STEPS or watched.proxied(z):
+        return False
+    if not isinstance(operator, TokenStatistics) or not _usual(norm, operator, residual):
         return False
     drop = operator.proj_drop
     if (drop.p and drop.training) or watched.everywhere() or any(map(watched.hooked, (norm, operator, residual, drop))):

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from dmst import watched
 from dmst.kernels.arithmetic import wide
+from dmst.one_node import OneNode
 
 if TYPE_CHECKING:
     from dmst.models.config import ModelConfig
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 FEATURES = 32  # of row, and again of column
 
 
-class FourierPosition(nn.Module):
+class FourierPosition(OneNode):
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
         self.projection = nn.Conv2d(2 * FEATURES, config.dim, 1, **factory)
@@ -51,7 +52,7 @@ def waves(size: int, like: Tensor) -> Tensor:
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).to(like.dtype)
 
 
-class LearnedPosition(nn.Module):
+class LearnedPosition(OneNode):
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
         self.grid, self.std = config.grid, config.token_std

@@ -41,29 +41,28 @@ def pretrained_cfg(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def check_images(images: Tensor, config: ModelConfig, dtype: torch.dtype) -> None:
-    """Refuse what the network cannot read, and say what to do."""
-    name, size = config.name, config.patch_size
+def patch_grid(images: Tensor, dtype: torch.dtype, *, name: str, in_chans: int, patch_size: int) -> tuple[int, int]:
+    """Rows and columns of patches. Refuse what the network `name` with weights of `dtype` cannot read, and say what to do."""
     if not isinstance(images, Tensor):
-        raise ShapeError(
-            f"{name} takes a torch tensor of images (batch, {config.in_chans}, height, width), not {type(images)}."
-        )
-    if images.ndim != 4 or images.shape[1] != config.in_chans:
+        raise ShapeError(f"{name} takes a torch tensor of images (batch, {in_chans}, height, width), not {type(images)}.")
+    if images.ndim != 4 or images.shape[1] != in_chans:
         hint = ""
         if images.ndim == 3:
             hint = " For one image: images[None]."
-        elif images.ndim == 4 and images.shape[3] == config.in_chans:
+        elif images.ndim == 4 and images.shape[3] == in_chans:
             hint = " The channels are last: images.permute(0, 3, 1, 2)."
         elif images.ndim == 4:
             hint = " Build it with in_chans= for another number of channels."
         shape = tuple(images.shape)
-        raise ShapeError(f"{name} takes images of shape (batch, {config.in_chans}, height, width), not {shape}.{hint}")
+        raise ShapeError(f"{name} takes images of shape (batch, {in_chans}, height, width), not {shape}.{hint}")
     for what, side in zip(("height", "width"), images.shape[2:], strict=True):
-        if side % size or not side:
-            raise ShapeError(f"{name} cuts patches of {size} pixels, and the {what} is {side}: resize or pad it to a multiple.")
+        if side % patch_size or not side:
+            remedy = "resize or pad it to a multiple"
+            raise ShapeError(f"{name} cuts patches of {patch_size} pixels, and the {what} is {side}: {remedy}.")
     if not images.is_floating_point():
         raise ShapeError(f"{name} was given {images.dtype} images: scale and normalise them, (images / 255 - mean) / std.")
     doubles = torch.float64 in (images.dtype, dtype)  # which autocast leaves alone
     if images.dtype != dtype and (doubles or not autocast_is_on(images)):
         way = f"images.to({dtype})" if doubles else f"images.to({dtype}), or torch.autocast"
         raise ShapeError(f"{name} holds {dtype} weights and was given {images.dtype} images: {way}.")
+    return images.shape[2] // patch_size, images.shape[3] // patch_size

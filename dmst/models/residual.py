@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmst.one_node import OneNode
 
-class Residual(nn.Module):
+
+class Residual(OneNode):
     def __init__(
         self, dim: int, layer_scale: float | None, drop_path: float = 0.0, *, scalar: bool = False, **factory: Any
     ) -> None:

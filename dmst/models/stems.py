@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from dmst.kernels import compute_dtype
 from dmst.models.activation import Gelu
 from dmst.models.linear import linear
+from dmst.one_node import OneNode
 
 if TYPE_CHECKING:
     from dmst.models.config import ModelConfig
@@ -61,7 +62,7 @@ class PatchConv(nn.Conv2d):
         return rearrange(F.linear(patches, self.weight.flatten(1), self.bias), "b h w d -> b d h w")
 
 
-class ConvStem(nn.Module):
+class ConvStem(OneNode):
     first = "layers.0"
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
@@ -84,7 +85,7 @@ class ConvStem(nn.Module):
         return rearrange(self.layers(images), "b d h w -> b (h w) d")
 
 
-class PatchStem(nn.Module):
+class PatchStem(OneNode):
     first = "projection"
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
@@ -96,7 +97,7 @@ class PatchStem(nn.Module):
         return rearrange(self.projection(images), "b d h w -> b (h w) d")
 
 
-class NormPatchStem(nn.Module):
+class NormPatchStem(OneNode):
     first = "projection"
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:

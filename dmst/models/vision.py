@@ -26,10 +26,17 @@ from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.config import ModelConfig
 from dmst.models.linear import linear, start
 from dmst.models.positions import POSITIONS
-from dmst.models.preprocessing import check_images, pretrained_cfg
+from dmst.models.preprocessing import patch_grid, pretrained_cfg
 from dmst.models.stems import STEMS
 
 Grid = tuple[int, int]
+torch.fx.wrap("patch_grid")  # it asks for sizes: one node
+
+
+@torch.fx.wrap
+def _promoted(x: Tensor, other: Tensor) -> Tensor:
+    """x in the dtype that it would share with another."""
+    return x.to(torch.promote_types(x.dtype, other.dtype))
 
 
 class Trace(NamedTuple):
@@ -89,7 +96,7 @@ class VisionModel(nn.Module):
         if self.config.prefix:
             z = torch.cat((self._token(z), z), 1)
         z = self.position(z, grid)
-        return z.to(torch.promote_types(z.dtype, self._kind())), grid  # a stream of the weights' dtype, also under autocast
+        return _promoted(z, self._weight()), grid  # a stream of the weights' dtype, also under autocast
 
     def finish(self, z: Tensor, *, brief: bool = False) -> Tensor:
         """From the last block to the classifier's tokens: class attention where there is some, and the norm.
@@ -98,8 +105,7 @@ class VisionModel(nn.Module):
         """
         if self.config.readout == "class_attention":
             cls = self._token(z)
-            kind = torch.promote_types(cls.dtype, z.dtype)
-            cls, z = cls.to(kind), z.to(kind)
+            cls, z = _promoted(cls, z), _promoted(z, cls)
             for block in self.class_blocks:
                 cls, z = self._run(block, cls, z)
             z = cls if brief and self.config.global_pool == "token" else torch.cat((cls, z), 1)
@@ -259,11 +265,9 @@ class VisionModel(nn.Module):
         own = not mine or "forward_features" in vars(self) or "finish" in vars(self)
         return not own and not watched.hooked(self.norm) and not watched.everywhere()
 
-    def _kind(self) -> torch.dtype:
-        """The dtype of the weights; by name: a replica of DataParallel has no parameters()."""
-        weight = self.stem.get_submodule(self.stem.first).weight
-        assert isinstance(weight, Tensor)
-        return weight.dtype
+    def _weight(self) -> Tensor:
+        """One of the weights, by name: a replica of DataParallel has no parameters()."""
+        return self.stem.get_submodule(self.stem.first).weight  # type: ignore[return-value]
 
     def _token(self, z: Tensor) -> Tensor:
         assert self.cls_token is not None
@@ -276,8 +280,8 @@ class VisionModel(nn.Module):
 
     def _grid(self, images: Tensor) -> Grid:
         """Rows and columns of patches, or an error that says what does not fit."""
-        check_images(images, self.config, self._kind())
-        return images.shape[2] // self.config.patch_size, images.shape[3] // self.config.patch_size
+        name, in_chans, size = self.config.name, self.config.in_chans, self.config.patch_size
+        return patch_grid(images, self._weight().dtype, name=name, in_chans=in_chans, patch_size=size)
 
     def _indices(self, indices: int | Sequence[int] | None) -> list[int]:
         depth = len(self.blocks)

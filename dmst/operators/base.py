@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dmst.errors import OptionError, ShapeError, flag, refuse_unknown_options, shown
 from dmst.kernels.autocast import autocast_is_on
+from dmst.one_node import OneNode
 
 Grid = tuple[int, int] | None
 
@@ -33,7 +34,7 @@ class Parts(NamedTuple):
     attention: Tensor | None = None  # (b, k, n, n)  who looks at whom; (b, k, p, p) between channels in XCA
 
 
-class Operator(nn.Module):
+class Operator(OneNode):
     """Base of every entry of OPERATORS."""
 
     wants_scalar_scale = False  # whether a LayerScale vector after it would void what it promises

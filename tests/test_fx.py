@@ -1,0 +1,98 @@
+"""torch.fx: a symbolic trace of every network gives its very numbers, in training too, and knows the parts by their names.
+
+timm and torchvision, which take features out of such graphs, are in test_timm.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import symbolic_trace
+
+from dmst.errors import OptionError, ShapeError
+from dmst.models import create_model
+from dmst.operators import DMSA, OPERATORS, Operator, create
+from tests.cases import VARIANTS, label, tokens
+from tests.cases import build as build_operator
+from tests.networks import DROPS, SMALL, build, every, images, some
+
+
+@every
+def test_a_symbolic_graph_is_the_network(case: Any) -> None:
+    """Whatever the batch and the size of the images."""
+    model = build(case).eval()
+    graph = symbolic_trace(model)
+    for x in (images(), images((48, 16), batch=1)):
+        assert torch.equal(graph(x), model(x))
+    assert {f"blocks.{i}.operator" for i in range(2)} <= {node.target for node in graph.graph.nodes if node.op == "call_module"}
+
+
+@some
+def test_a_symbolic_graph_trains(case: Any) -> None:
+    """With the same draws, the same gradients."""
+    model = build(case, **DROPS).train()
+    graph, found = symbolic_trace(model), []
+    for side in (model, graph):
+        torch.manual_seed(0)
+        found.append(torch.autograd.grad(side(images()).square().sum(), [*model.parameters()]))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_symbolic_graph_refuses_what_the_network_refuses() -> None:
+    graph = symbolic_trace(create_model("dmst_tiny", **SMALL))
+    with pytest.raises(ShapeError, match="cuts patches of 16 pixels, and the height is 40"):
+        graph(torch.randn(2, 3, 40, 48))
+    with pytest.raises(ShapeError, match=r"scale and normalise them"):
+        graph(torch.zeros(2, 3, 32, 48, dtype=torch.uint8))
+
+
+def test_a_graph_of_a_checkpointed_network_is_traced() -> None:
+    model = build(("dmst_tiny", {})).eval()
+    model.set_grad_checkpointing()
+    x = images()
+    assert torch.equal(symbolic_trace(model)(x), model(x))
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=label)
+def test_an_operator_is_one_node_of_any_network(case: tuple) -> None:
+    network = nn.Sequential(nn.LayerNorm(24, dtype=torch.float64), build_operator(*case)).eval()
+    if "2d" in case[1].values():
+        network = Gridded(network)
+    graph, z = symbolic_trace(network), tokens(n=12)
+    assert torch.equal(graph(z), network(z))
+    assert [node.op for node in graph.graph.nodes] == ["placeholder", "call_module", "call_module", "output"]
+
+
+class Gridded(nn.Module):
+    def __init__(self, parts: Any) -> None:
+        super().__init__()
+        self.norm, self.operator = parts
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.operator(z=self.norm(z), grid=(3, 4))
+
+
+def test_an_operator_of_your_own_is_one_node_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class MeanPull(Operator):
+        def __init__(self, dim: int, num_heads: int, *, bias: bool, proj_drop: float, **factory: Any) -> None:
+            super().__init__(dim, num_heads)
+            self.rate_of = nn.Linear(dim, 1, bias=bias, **factory)
+
+        def forward(self, z: Tensor, *, grid: Any = None) -> Tensor:
+            self.check(z)
+            return (z.mean(1, keepdim=True) - z) * self.rate_of(z) if z.shape[1] > 1 else z
+
+    monkeypatch.setitem(OPERATORS, "mean_pull", MeanPull)
+    model = create_model("vit_tiny", **SMALL | {"operator": "mean_pull"}).eval()
+    x = torch.randn(2, 3, 32, 48)
+    assert torch.equal(symbolic_trace(model)(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_scripting_is_refused_in_a_line() -> None:
+    for module in (create_model("vit_tiny", **SMALL), nn.Sequential(create("dmsa", 24, 3)), DMSA(24, 3)):
+        with pytest.raises(OptionError, match=r"torch\.jit\.script .* torch\.export\.export or torch\.jit\.trace"):
+            torch.jit.script(module)
