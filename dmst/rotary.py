@@ -241,7 +241,7 @@ def _compute_steps(dim: int, step: int, n: int, device: torch.device, dtype: tor
 
 
 def _compute_line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
-    angle = _angles(dim, 1, n, device).repeat_interleave(2, -1)
+    angle = _angles(dim, 1, n, device).unsqueeze(-1).expand(-1, -1, 2).flatten(1)  # each twice
     return Table(angle.cos().to(dtype), angle.sin().to(dtype))
 
 

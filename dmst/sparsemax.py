@@ -41,9 +41,9 @@ def sparsemax(scores: Tensor, dim: int = -1, *, max_active: int | None = None, m
     if max_active is not None:
         rows = rows.masked_fill(_RANK[method](rows.detach()) >= max_active, -torch.inf)
     projection = _project(rows.detach(), method)
-    if (
-        rows.requires_grad or watched.transformed()
-    ):  # J is constant around a point, so a map with that J carries every derivative
+    # J is constant around a point, so a map with that J carries every derivative; torch.jit.trace wants one graph with and
+    # without gradients
+    if rows.requires_grad or watched.transformed() or torch.jit.is_tracing():
         linear = jacobian_product(projection, rows - rows.detach().amax(-1, keepdim=True))
         projection = projection + (linear - linear.detach())  # adds exactly 0
     return projection.movedim(-1, dim)

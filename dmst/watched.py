@@ -102,9 +102,9 @@ def is_tensor(x: object) -> bool:
 
 
 def surely(condition: bool) -> bool:
-    """No guard: a graph for every length stays one."""
+    """No guard: a graph for every length stays one. torch.jit.trace serves all sizes; ONNX made of it only what was shown."""
     if not torch.compiler.is_compiling():
-        return condition
+        return condition if not torch.jit.is_tracing() or torch.onnx.is_in_onnx_export() else False
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # sympy, which a compiler has imported
 
     return statically_known_true(condition)

@@ -13,7 +13,7 @@ ROOT = Path(dmst.__file__).parent
 ROWS = [
     ["words"],
     ["calibration", "errors", "photos", "provenance", "settings", "watched", "whole"],
-    ["sparsemax", "rotary", "terminal"],
+    ["sparsemax", "rotary", "terminal", "one_node"],
     ["objective", "kernels"],
     ["operators"],
     ["models", "data"],

@@ -11,7 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dmst import kernels
+from dmst.models.positions import LearnedPosition
 from dmst.operators import DMSA
+from tests import networks
 from tests.cases import GATES, MODES, VARIANTS, build, excite, gradients, label, relative, tokens
 
 F64 = torch.float64
@@ -111,6 +113,76 @@ def test_a_traced_program_holds_for_other_gates() -> None:
         weights = kernels.Weights(*(None if w is None else mode.from_tensor(w) for w in operator.weights()))
         kernels.attend(fake, weights, operator.form).sum().backward()
         assert fake.grad.shape == one.shape
+
+
+old_and_says_so = pytest.mark.filterwarnings(
+    "ignore:`torch.jit", "ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
+)
+
+
+@old_and_says_so
+@pytest.mark.parametrize("case", [case for case in VARIANTS if "2d" not in case[1].values()], ids=label)  # it knows no `grid`
+def test_torch_jit_finds_the_same_graph_without_gradients(case: tuple) -> None:
+    """torch.jit.trace takes a second look, without gradients, and refuses a graph that differs. Either way it trains."""
+    operator = build(*case)
+    z, grad = tokens(b=3, n=9), torch.randn(3, 9, 24, dtype=F64)
+    wanted = gradients(operator, z, grad)
+    for grad_mode in (True, False):
+        with torch.set_grad_enabled(grad_mode):
+            program = torch.jit.trace(operator, tokens(n=12))
+        found = gradients(program, z, grad)
+        assert all(relative(found[name], x) < 1e-10 or x.norm() < 1e-12 for name, x in wanted.items())
+
+
+@old_and_says_so
+@networks.some
+def test_torch_jit_traces_networks_for_every_size(case: Any) -> None:
+    model = networks.build(case).eval()
+    program = torch.jit.trace(model, networks.images(batch=1))
+    for x in (networks.images(), networks.images((64, 32), batch=2)):
+        assert relative(program(x), model(x)) < 1e-7  # a size is a tensor there: sums with it are in float32
+
+
+NO_QR = [case for case in networks.CASES if case[1].get("mode") != "proximal"]  # which ONNX does not know
+
+
+@old_and_says_so
+@pytest.mark.parametrize("case", NO_QR, ids=networks.label)
+def test_the_old_exporter_to_onnx_knows_every_operation(case: Any, tmp_path: Any) -> None:
+    model = networks.build(case, dtype=torch.float32, depth=1).eval()
+    x, file = networks.images(dtype=torch.float32, batch=2), str(tmp_path / "model.onnx")
+    try:
+        torch.onnx.export(model, (x,), file, dynamo=False, input_names=["images"], dynamic_axes={"images": {0: "batch"}})
+    except torch.onnx.OnnxExporterError as error:
+        if "Module onnx is not installed" not in str(error):  # which is asked for last, to write the file
+            raise
+    runtime = pytest.importorskip("onnxruntime", reason="every operation is known; running the file needs onnx, onnxruntime")
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    for batch in (1, 3):
+        y = networks.images(dtype=torch.float32, batch=batch)
+        assert relative(torch.from_numpy(session.run(None, {"images": y.numpy()})[0]), model(y)) < 1e-5
+
+
+@pytest.mark.parametrize("case", networks.FAMILIES + networks.OPTIONS, ids=networks.label)
+def test_one_image_is_an_example_of_every_batch(case: Any) -> None:
+    """As ONNX's exporter asks torch.export: by itself that takes an example of 1 for the only size there is."""
+    model = networks.build(case).eval()
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        shapes = {"images": {0: torch.export.Dim.DYNAMIC}}
+        program = torch.export.export(model, (networks.images(batch=1),), dynamic_shapes=shapes).module()
+    for batch in (1, 2, 5):
+        x = networks.images(batch=batch)
+        assert relative(program(x), model(x)) < 1e-11
+
+
+def test_positions_of_a_fixed_size_are_added_as_they_are() -> None:
+    """A graph for one size resizes no table: ONNX knows no antialiased bicubic."""
+    model = networks.build(("vit_tiny", {})).eval()
+    assert isinstance(model.position, LearnedPosition)
+    shapes = {"images": {0: torch.export.Dim.DYNAMIC}}
+    for size, resized in (((32, 48), False), ((48, 48), True)):
+        program = torch.export.export(model, (networks.images(size),), dynamic_shapes=shapes)
+        assert ("upsample" in str(program.graph)) == resized
 
 
 def test_an_exported_program_survives_a_file(tmp_path: Any) -> None:

@@ -35,6 +35,8 @@ def local_gelu(hidden: Tensor, weight: Tensor, grid: tuple[int, int]) -> Tensor:
 
 def _convolved(hidden: Tensor, weight: Tensor, grid: tuple[int, int]) -> Tensor:
     image = hidden.unflatten(1, grid).permute(0, 3, 1, 2)
+    if watched.exported():  # channels last in memory, one image is laid out as no batch is: the graph would be for one
+        image = image.contiguous()
     near = F.conv2d(image, weight, padding=1, groups=weight.shape[0])
     return F.gelu(hidden + near.permute(0, 2, 3, 1).flatten(1, 2))
 

@@ -9,7 +9,7 @@
     update     listing  -g pi a s     equation  -g^2 pi a s     proximal  -w/(1+w) s,  w = theta g^2 pi a
     output     sum_k update_k W_out,k + bias                             (b, n, d)      tied: W_out,k = U_k^T
 
-Every step is plain differentiable torch, to any order. The logical shape (b, k, n, p) is a view of memory order
+Every step is plain differentiable torch, to any order, and no `.mT`, which converters do not know. The logical shape (b, k, n, p) is a view of memory order
 (b, n, k, p), as the projection leaves it, so no step copies.
 """
 
@@ -83,13 +83,13 @@ def score(z: Tensor, weights: Weights, form: Form, grid: tuple[int, int] | None,
     z, assign = wide(z), wide(weights.assign)
     positions = rotary.table(mode or form.rotary, z.shape[-1], z.shape[-2], grid, device=z.device, dtype=z.dtype)
     if positions is None:
-        scores = z @ assign.mT
+        scores = z @ assign.transpose(-2, -1)
     else:  # <rot_n z, w> = <z cos_n, w> + <z sin_n, turn w>: no token is shuffled
-        by_cos, by_sin = turned_products(z, positions, lambda tokens, w: tokens @ w.mT, assign, rotary.turn(assign))
+        by_cos, by_sin = turned_products(z, positions, lambda tokens, w: tokens @ w.transpose(-2, -1), assign, rotary.turn(assign))
         scores = by_cos + by_sin
     if weights.assign_bias is not None:
         scores = scores + wide(weights.assign_bias)
-    return scores.mT
+    return scores.transpose(-2, -1)
 
 
 def turned_products(
@@ -186,7 +186,7 @@ def update_of(steps: Steps, theta: Tensor | None, form: Form) -> Tensor:
 def project_out(update: Tensor, weights: Weights, dtype: torch.dtype) -> Tensor:
     """sum_k update_k W_out,k + bias, in the compute dtype; tied to the subspaces where there is no `out`."""
     flat = rearrange(update, "b k n p -> b n (k p)").to(dtype)
-    weight = weights.subspace.mT if weights.out is None else weights.out
+    weight = weights.subspace.transpose(-2, -1) if weights.out is None else weights.out
     out = F.linear(flat, weight.to(dtype))
     if weights.out_bias is None:
         return out

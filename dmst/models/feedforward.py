@@ -126,7 +126,7 @@ class Ista(nn.Module):
     def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
         x = self.norm(z)
         misfit = x - F.linear(x, self.dictionary)  # x - D x
-        return F.relu(x + self.step_size * (F.linear(misfit, self.dictionary.mT) - self.sparsity))
+        return F.relu(x + self.step_size * (F.linear(misfit, self.dictionary.transpose(-2, -1)) - self.sparsity))
 
 
 FEEDFORWARDS: dict[str, type[MlpStep | Ista]] = {"mlp": MlpStep, "local": LocalStep, "ista": Ista}

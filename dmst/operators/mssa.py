@@ -63,7 +63,7 @@ class MSSA(Operator):
         mixed = rearrange(F.scaled_dot_product_attention(s, s, s), "b k n p -> b n (k p)")
         if self.out is None:
             assert self.relaxed is not None
-            return self.proj_drop(self.relaxed * (F.linear(mixed, self.subspace.weight.mT) - z))
+            return self.proj_drop(self.relaxed * (F.linear(mixed, self.subspace.weight.transpose(-2, -1)) - z))
         return self.proj_drop(self.out(mixed))
 
     def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:

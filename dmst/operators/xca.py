@@ -51,11 +51,11 @@ class XCA(Operator):
         q, k, v = rearrange(self.qkv(z), "b n (three k p) -> three b k n p", three=3, k=self.num_heads)
         with without_autocast(z):  # norms over many tokens overflow float16
             q, k = (F.normalize(wide(x), dim=-2) for x in (q, k))
-            attention = (wide(self.temperature) * (q.mT @ k)).softmax(-1)
+            attention = (wide(self.temperature) * (q.transpose(-2, -1) @ k)).softmax(-1)
         return Parts(projected=v, attention=attention)
 
     def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
         parts = self.decompose(z)
         assert parts.projected is not None and parts.attention is not None
-        mixed = parts.projected @ parts.attention.mT.to(parts.projected.dtype)
+        mixed = parts.projected @ parts.attention.transpose(-2, -1).to(parts.projected.dtype)
         return self.proj_drop(self.out(rearrange(mixed, "b k n p -> b n (k p)")))
