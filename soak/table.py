@@ -10,7 +10,7 @@ from dmst import whole
 from soak.case import AREAS
 
 ABOUT = {
-    "crash": "runs killed at 616 events and at random times, told to stop, without room: the same bits afterwards",
+    "crash": "runs killed at every kind of event and at random times, told to stop, without room: the same bits afterwards",
     "checkpoints": "checkpoints and saved models with flipped bits, cut off, hostile, foreign: refused, nothing is ever run",
     "images": "hostile images and folders: right pixels or a named error, under 2 s and 1 GiB",
     "configs": "hostile recipes and configs: a named error, or the same again after writing and reading",
