@@ -9,8 +9,8 @@
     update     listing  -g pi a s     equation  -g^2 pi a s     proximal  -w/(1+w) s,  w = theta g^2 pi a
     output     sum_k update_k W_out,k + bias                             (b, n, d)      tied: W_out,k = U_k^T
 
-Every step is plain differentiable torch, to any order, and no `.mT`, which converters do not know. The logical shape (b, k, n, p) is a view of memory order
-(b, n, k, p), as the projection leaves it, so no step copies.
+Every step is plain differentiable torch, to any order. The logical shape (b, k, n, p) is a view of memory order
+(b, n, k, p), as the projection leaves it, so no step copies. `.mT` is a word that converters of traced graphs do not know.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def score(z: Tensor, weights: Weights, form: Form, grid: tuple[int, int] | None,
     if positions is None:
         scores = z @ assign.transpose(-2, -1)
     else:  # <rot_n z, w> = <z cos_n, w> + <z sin_n, turn w>: no token is shuffled
-        by_cos, by_sin = turned_products(z, positions, lambda tokens, w: tokens @ w.transpose(-2, -1), assign, rotary.turn(assign))
+        by_cos, by_sin = turned_products(
+            z, positions, lambda tokens, w: tokens @ w.transpose(-2, -1), assign, rotary.turn(assign)
+        )
         scores = by_cos + by_sin
     if weights.assign_bias is not None:
         scores = scores + wide(weights.assign_bias)
