@@ -11,11 +11,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
+from torch.utils.flop_counter import FlopCounterMode
 
 import dmst
 from dmst.engine.folder import RunFolder
 from dmst.engine.train import train
-from dmst.models import VisionModel, create_model, load_model, save_model
+from dmst.models import VisionModel, create_model, load_model, save_model, shipped
 from dmst.operators import create
 from dmst.operators.orthonormal import OrthonormalLinear
 from tests.cases import FAMILY, VARIANTS, N, build, grid_of, label, tokens
@@ -227,6 +228,17 @@ def test_linear_maps_are_those_of_torch() -> None:
         assert kinds == {nn.Linear}, name
 
 
+@pytest.mark.parametrize("name", list(shipped.SHIPPED))
+def test_operations_are_counted_alike_with_and_without_gradients(name: str) -> None:
+    model, counts = shipped.pretrained(name).eval(), []
+    images = torch.randn(2, model.config.in_chans, *model.config.img_size)
+    for wanted in (True, False):
+        with torch.set_grad_enabled(wanted), FlopCounterMode(display=False) as counter:
+            model(images)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 1e6
+
+
 # --- frozen ------------------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +257,18 @@ def test_a_frozen_network_says_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "frozen/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
     graph = torch.export.export(frozen, (images,)).graph
     assert not any("qr" in str(node.target) for node in graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_a_frozen_network_becomes_a_file_of_onnx(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnx and onnxscript")
+    runtime = pytest.importorskip("onnxruntime", reason="running the file needs onnxruntime")
+    frozen, file = dmst.freeze(create_model("dmst_cifar10", pretrained=True)), str(tmp_path / "model.onnx")
+    images = torch.randn(3, 3, 32, 32)
+    torch.onnx.export(frozen, (images[:1],), file, dynamo=True, dynamic_shapes={"images": {0: "batch"}}, verbose=False)
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    torch.testing.assert_close(found, frozen(images), rtol=1e-4, atol=1e-4)
 
 
 def test_only_our_networks_are_frozen() -> None:

@@ -137,7 +137,7 @@ def test_torch_jit_finds_the_same_graph_without_gradients(case: tuple) -> None:
 @old_and_says_so
 @networks.some
 def test_torch_jit_traces_networks_for_every_size(case: Any) -> None:
-    model = networks.build(case).eval()
+    model = networks.build(case, depth=1, readout_depth=1).eval()
     program = torch.jit.trace(model, networks.images(batch=1))
     for x in (networks.images(), networks.images((64, 32), batch=2)):
         assert relative(program(x), model(x)) < 1e-7  # a size is a tensor there: sums with it are in float32
@@ -149,7 +149,7 @@ NO_QR = [case for case in networks.CASES if case[1].get("mode") != "proximal"]  
 @old_and_says_so
 @pytest.mark.parametrize("case", NO_QR, ids=networks.label)
 def test_the_old_exporter_to_onnx_knows_every_operation(case: Any, tmp_path: Any) -> None:
-    model = networks.build(case, dtype=torch.float32, depth=1).eval()
+    model = networks.build(case, dtype=torch.float32, depth=1, readout_depth=1).eval()
     x, file = networks.images(dtype=torch.float32, batch=2), str(tmp_path / "model.onnx")
     try:
         torch.onnx.export(model, (x,), file, dynamo=False, input_names=["images"], dynamic_axes={"images": {0: "batch"}})
@@ -166,13 +166,27 @@ def test_the_old_exporter_to_onnx_knows_every_operation(case: Any, tmp_path: Any
 @pytest.mark.parametrize("case", networks.FAMILIES + networks.OPTIONS, ids=networks.label)
 def test_one_image_is_an_example_of_every_batch(case: Any) -> None:
     """As ONNX's exporter asks torch.export: by itself that takes an example of 1 for the only size there is."""
-    model = networks.build(case).eval()
+    model = networks.build(case, depth=1, readout_depth=1).eval()
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
         shapes = {"images": {0: torch.export.Dim.DYNAMIC}}
         program = torch.export.export(model, (networks.images(batch=1),), dynamic_shapes=shapes).module()
     for batch in (1, 2, 5):
         x = networks.images(batch=batch)
         assert relative(program(x), model(x)) < 1e-11
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@networks.families
+def test_onnx_from_one_image_serves_every_batch(case: Any, tmp_path: Any) -> None:
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnx and onnxscript")
+    runtime = pytest.importorskip("onnxruntime", reason="running the file needs onnxruntime")
+    model = networks.build(case, dtype=torch.float32, depth=1, readout_depth=1).eval()
+    x, file = networks.images(dtype=torch.float32, batch=1), str(tmp_path / "model.onnx")
+    torch.onnx.export(model, (x,), file, dynamo=True, dynamic_shapes={"images": {0: "batch"}}, verbose=False)
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    for batch in (1, 3):
+        y = networks.images(dtype=torch.float32, batch=batch)
+        assert relative(torch.from_numpy(session.run(None, {"images": y.numpy()})[0]), model(y)) < 1e-5
 
 
 def test_positions_of_a_fixed_size_are_added_as_they_are() -> None:

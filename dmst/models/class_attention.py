@@ -58,5 +58,6 @@ class ClassAttentionBlock(OneNode):
         else:
             q, k, v = self.qkv(both).chunk(3, -1)
             q = q[:, :1]
-        q, k, v = (x.unflatten(-1, (self.num_heads, dim // self.num_heads)).transpose(1, 2) for x in (q, k, v))
+        heads = self.num_heads, dim // self.num_heads  # by `view`: to split the last axis asks nothing of the batch
+        q, k, v = (x.view(*x.shape[:2], *heads).transpose(1, 2) for x in (q, k, v))
         return rearrange(F.scaled_dot_product_attention(q, k, v), "b k n p -> b n (k p)")
