@@ -215,7 +215,7 @@ def test_proximal_with_a_scalar_scale_descends_and_a_negative_one_climbs() -> No
         network = model(seed=seed, mode="proximal")
         with torch.no_grad():
             for block, scale in zip(network.blocks, (0.3, 1.0, 1.9), strict=True):
-                assert block.residual.scale.shape == ()
+                assert block.residual.scale.shape == (1,)
                 block.residual.scale.fill_(scale)
         found = certify(network, IMAGES)
         for layer in found.layers:
