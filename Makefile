@@ -7,16 +7,20 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 
-.PHONY: help demo setup test soak lint format bench clean
+SLOW := slow or compile or interpreter or process or browser
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist worksteal
+
+.PHONY: help demo setup test test-slow test-all soak lint format clean
 
 help:
 	@echo "make demo    train small networks on digits and look inside: runs/demo/report.html"
 	@echo "make setup   the package and its development tools in .venv"
-	@echo "make test    linters, types, every test, coverage"
+	@echo "make test    linters, types and the default tests: at most five minutes on two cores"
+	@echo "make test-slow   the tests marked slow, compile, interpreter, process or browser, with coverage"
+	@echo "make test-all    both"
 	@echo "make soak    the long run: every promise of reliability many times over; AREA=crash for one area of it"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the files"
-	@echo "make bench   time the operators on this machine"
 	@echo "make clean   remove what the other targets made"
 
 # a stamp a set of extras: what is installed is not asked for again
@@ -33,7 +37,12 @@ demo: .venv/.demo
 	$(BIN)/dmst demo
 
 test: setup lint
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --cov --cov-fail-under=95
+	$(PYTEST) -m "not ($(SLOW))"
+
+test-slow: setup
+	$(PYTEST) -m "$(SLOW)" --cov
+
+test-all: test test-slow
 
 soak: setup
 	$(BIN)/python -m soak $(AREA)
@@ -46,9 +55,6 @@ lint: setup
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-
-bench: setup
-	$(BIN)/python benchmarks/operators.py
 
 clean:
 	rm -rf .venv dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
