@@ -12,15 +12,15 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.fx import Proxy
 
-from dmst import watched
+from dmst import tracing
 from dmst.errors import OptionError
 
 
 class OneNode(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if watched.symbolic():
+        if tracing.symbolic():
             for x in (*args, *kwargs.values()):
-                if watched.proxied(x):
+                if tracing.proxied(x):
                     return self._node(x.tracer, args, kwargs)
         return super().__call__(*args, **kwargs)
 

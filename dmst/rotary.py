@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmst import watched
+from dmst import tracing
 from dmst.errors import OptionError, ShapeError, choose
 
 MODES = ("1d", "2d", "none")
@@ -69,7 +69,7 @@ def factors(
     if mode == "none":
         return None
     sides = None if mode == "1d" else _grid(grid, n)
-    if watched.traced() or watched.dispatched():
+    if tracing.traced() or tracing.dispatched():
         compute = _compute_factors if dim % 8 else _in_one  # whose pieces begin where wide loads can read
         return compute(dim, n, sides, step, device, dtype)
     key = (dim, n, sides, step, device, dtype)
@@ -184,7 +184,7 @@ def _steps(dim: int, step: int, n: int, device: torch.device, dtype: torch.dtype
 
 def _grown(tables: dict[tuple, Table], key: tuple, n: int, compute: Callable[..., Table], *args: int) -> Table:
     *_, device, dtype = key
-    if watched.traced() or watched.dispatched():  # a traced graph computes its own rows: no state, and n may be symbolic
+    if tracing.traced() or tracing.dispatched():  # a traced graph computes its own rows: no state, and n may be symbolic
         return compute(*args, n, device, dtype)
     found = tables.get(key)
     if found is None or found.cos.shape[0] < n:
@@ -201,7 +201,7 @@ def _recorded(device: torch.device) -> bool:
 
 def _plane(dim: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Table:
     """The table of one grid; the last few grids are remembered."""
-    if watched.traced() or watched.dispatched():
+    if tracing.traced() or tracing.dispatched():
         return _compute_plane(dim, rows, columns, device, dtype)
     key = (dim, rows, columns, device, dtype)
     found = _PLANES.get(key)

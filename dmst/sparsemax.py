@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmst import watched
+from dmst import tracing
 from dmst.errors import OptionError, choose
 
 SHORT = 32  # up to here the k x k comparison is cheaper than a sort, and it needs no indices
@@ -43,7 +43,7 @@ def sparsemax(scores: Tensor, dim: int = -1, *, max_active: int | None = None, m
     projection = _project(rows.detach(), method)
     # J is constant around a point, so a map with that J carries every derivative; torch.jit.trace wants one graph with and
     # without gradients
-    if rows.requires_grad or watched.transformed() or torch.jit.is_tracing():
+    if rows.requires_grad or tracing.transformed() or torch.jit.is_tracing():
         linear = jacobian_product(projection, rows - rows.detach().amax(-1, keepdim=True))
         projection = projection + (linear - linear.detach())  # adds exactly 0
     return projection.movedim(-1, dim)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dmst import whole
+from dmst import atomic
 from soak.case import AREAS
 
 ABOUT = {
@@ -45,7 +45,7 @@ def shorten(file: Path) -> None:
         {key: x for key, x in case.items() if (key, x) != ("ok", True)} | {"row": rows.index(case["row"])} for case in cases
     ]
     lines = [json.dumps(line, separators=(",", ":")) for line in (head | {"rows": rows}, *short)]
-    whole.write_text(file, "\n".join(lines) + "\n")
+    atomic.write_text(file, "\n".join(lines) + "\n")
 
 
 def markdown(folder: Path, by_row: bool = True) -> str:

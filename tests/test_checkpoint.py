@@ -22,7 +22,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from dmst import whole
 from dmst.engine import checkpoint
 from dmst.engine.checkpoint import Snapshot
 from dmst.engine.folder import RunFolder
@@ -761,7 +760,7 @@ def test_a_disk_that_is_nearly_full_is_seen_beforehand(run: RunFolder, monkeypat
     free = [needed - 1]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, free[0]))
     with monkeypatch.context() as watched:
-        watched.setattr(whole, "_write", lambda *_: pytest.fail("something was written"))
+        watched.setattr(atomic, "_write", lambda *_: pytest.fail("something was written"))
         with pytest.raises(FullDiskError, match=f"it needs {needed:,} bytes, and {needed - 1:,} are free there"):
             run.save(new)
     assert same(run.newest(), old)
@@ -803,7 +802,7 @@ def test_an_interrupt_leaves_nothing(run: RunFolder, monkeypatch: pytest.MonkeyP
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(whole, "_write", interrupt)
+    monkeypatch.setattr(atomic, "_write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run.save(snapshot(9))
     assert names(run.checkpoints) == ["step_00000003", "step_00000006"]

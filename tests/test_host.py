@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize
 
-from dmst import watched
+from dmst import tracing
 from dmst.operators import DMSA, create
 from dmst.operators.family import TokenStatistics, _is_idle
 from tests.cases import FAMILY, label
@@ -117,12 +117,12 @@ def test_a_weight_that_is_computed(layer: TokenStatistics) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 def test_nobody_is_none_of_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched.nobody()
+    assert tracing.is_plain_eager()
     for question in ("_exporting", "is_in_torch_dispatch_mode", "transformed"):
         with monkeypatch.context() as patch:
-            patch.setattr(watched, question, lambda: True)
-            assert not watched.nobody()
+            patch.setattr(tracing, question, lambda: True)
+            assert not tracing.is_plain_eager()
     answers: list[bool] = []
-    torch.jit.trace(lambda x: answers.append(watched.nobody()) or x + 1, Z, check_trace=False)
-    torch.func.vmap(lambda x: answers.append(watched.nobody()) or x)(Z)
+    torch.jit.trace(lambda x: answers.append(tracing.is_plain_eager()) or x + 1, Z, check_trace=False)
+    torch.func.vmap(lambda x: answers.append(tracing.is_plain_eager()) or x)(Z)
     assert answers == [False, False]

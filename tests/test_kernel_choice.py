@@ -367,7 +367,7 @@ def test_forms_that_no_operator_has_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_exporting_is_asked_of_torch_itself() -> None:
     """In torch 2.11 the compiler took `is_exporting()` for true in all that it compiled, and every compiled layer was plain."""
-    from dmst import watched
+    from dmst import tracing
 
-    assert watched._exporting._dynamo_marked_constant
-    assert not watched.exported()
+    assert tracing._exporting._dynamo_marked_constant
+    assert not tracing.exported()

@@ -12,7 +12,7 @@ ROOT = Path(dmst.__file__).parent
 # a row imports only rows below it; names on one row do not import each other; errors is open to all
 ROWS = [
     ["words"],
-    ["calibration", "errors", "photos", "provenance", "settings", "watched", "whole"],
+    ["calibration", "errors", "photos", "provenance", "settings", "tracing", "atomic"],
     ["sparsemax", "rotary", "terminal", "one_node"],
     ["objective", "kernels"],
     ["operators"],

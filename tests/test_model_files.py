@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from dmst import whole
+from dmst import atomic
 from dmst.errors import BadFileError, DmstError, OptionError, SaveError
 from dmst.models import ModelConfig, VisionModel, create_model, load_model, save_model
 from dmst.operators import DMSA, OPERATORS
@@ -332,8 +332,8 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, turn: int, h
 
 
 FAILURES = [
-    pytest.param(whole, "_write", 1, True, id="half of the weights"),
-    pytest.param(whole, "_write", 2, True, id="half of the config"),
+    pytest.param(atomic, "_write", 1, True, id="half of the weights"),
+    pytest.param(atomic, "_write", 2, True, id="half of the config"),
     pytest.param(os, "fsync", 1, False, id="flushing the weights"),
     pytest.param(os, "fsync", 2, False, id="flushing the config"),
     pytest.param(os, "fsync", 3, False, id="flushing the folder"),
@@ -380,7 +380,7 @@ def test_an_interrupt_is_no_exception(folder: Path, monkeypatch: pytest.MonkeyPa
 
     old = load_model(folder)
     with monkeypatch.context() as broken:
-        broken.setattr(whole, "_write", interrupt)
+        broken.setattr(atomic, "_write", interrupt)
         with pytest.raises(KeyboardInterrupt):
             save_model(tiny(), folder, overwrite=True)
     assert names(folder.parent) == ["saved"] and same(load_model(folder), old)
@@ -759,7 +759,7 @@ def test_what_json_reads_and_cannot_write_is_refused() -> None:
     for _ in range(5000):
         deep = [deep]
     with pytest.raises(BadFileError, match="do not match its self_sha256"):
-        whole.check_seal(Path("config.json"), {"dmst": deep}, b"")
+        atomic.check_seal(Path("config.json"), {"dmst": deep}, b"")
 
 
 @pytest.mark.parametrize("where", ["gone", "file", "loop", "config.json"])
@@ -906,7 +906,7 @@ def test_a_full_disk_names_what_is_needed_and_free(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise FULL
 
-    monkeypatch.setattr(whole, "_write", full)
+    monkeypatch.setattr(atomic, "_write", full)
     with pytest.raises(SaveError, match=r"No space left on device\): it needs [\d,]+ bytes, and [\d,]+ are free") as said:
         save_model(tiny(), tmp_path / "deep" / "model")
     assert isinstance(said.value, OSError) and "untouched" in str(said.value)
@@ -995,7 +995,7 @@ def test_hostile_configs_with_right_hashes(path: tuple, value: Any, message: str
     for key in path[:-1]:
         inside = inside[key]
     inside[path[-1]] = value
-    (folder / "config.json").write_bytes(whole.sealed(told))
+    (folder / "config.json").write_bytes(atomic.sealed(told))
     with pytest.raises(DmstError, match=message):
         load_model(folder)
 

@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 
-from dmst import watched
 from dmst.operators import create, orthonormal
 from dmst.operators.orthonormal import OrthonormalLinear, orthonormal_rows
 from tests.cases import tokens

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dmst import cli, whole
+from dmst import atomic, cli
 from dmst.engine import journal
 from dmst.engine import train as engine
 from dmst.engine.folder import RunFolder
@@ -90,14 +90,14 @@ def test_what_is_staged_cannot_be_guessed(tmp_path: Path, monkeypatch: pytest.Mo
     mine = tmp_path / "mine"
     mine.write_text("mine")
     (tmp_path / f".page.html.{os.getpid()}").symlink_to(mine)
-    whole.write_text(tmp_path / "page.html", "new")
+    atomic.write_text(tmp_path / "page.html", "new")
     assert mine.read_text() == "mine" and (tmp_path / "page.html").read_text() == "new"
     assert (tmp_path / f".page.html.{os.getpid()}").is_symlink()
     seen: list[str] = []
     real = Path.open
     monkeypatch.setattr(Path, "open", lambda path, *a, **o: seen.append(path.name) or real(path, *a, **o))  # type: ignore[func-returns-value]
     for _ in range(3):
-        whole.write_text(tmp_path / "page.html", "again")
+        atomic.write_text(tmp_path / "page.html", "again")
     assert len({name for name in seen if name.startswith(".page")}) == 3
 
 
@@ -105,7 +105,7 @@ def test_a_file_that_is_a_link_is_replaced_not_written_through(tmp_path: Path) -
     mine = tmp_path / "mine"
     mine.write_text("mine")
     (tmp_path / "page.html").symlink_to(mine)
-    whole.write_text(tmp_path / "page.html", "new")
+    atomic.write_text(tmp_path / "page.html", "new")
     assert mine.read_text() == "mine" and not (tmp_path / "page.html").is_symlink()
 
 
@@ -252,7 +252,7 @@ def test_what_is_saved_follows_the_umask(mask: int, tmp_path: Path) -> None:
     try:
         folder = save_model(model, tmp_path / "model")
         save_model(model, tmp_path / "model", overwrite=True)
-        page = whole.write_text(tmp_path / "page.html", "x")
+        page = atomic.write_text(tmp_path / "page.html", "x")
         with RunFolder(tmp_path / "run"):
             pass
     finally:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from dmst import cli
+from dmst.atomic import sealed
 from dmst.engine import prepare, several
 from dmst.engine.console import Quiet, in_words, remaining
 from dmst.engine.distributed import Group
@@ -23,7 +24,6 @@ from dmst.models import VisionModel, load_model
 from dmst.operators.orthonormal import OrthonormalLinear
 from dmst.reproduce import figure, ledger, pack, render, run
 from dmst.reproduce.tables import TABLES, Cell, Table, operator
-from dmst.whole import sealed
 from tests.runs import SMALL, TWELVE
 
 CELLS = (

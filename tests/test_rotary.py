@@ -138,7 +138,7 @@ def test_a_traced_graph_computes_the_same_factors(
         return found
 
     eager = factors()
-    monkeypatch.setattr(rotary.watched, "traced", lambda: True)
+    monkeypatch.setattr(rotary.tracing, "traced", lambda: True)
     traced = factors()
     assert traced.step == eager.step
     pieces = (*traced.far, *traced.near)

@@ -12,6 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from dmst import cli, create_model
+from dmst.atomic import sealed
 from dmst.calibration import calibration
 from dmst.engine import prepare, ship
 from dmst.errors import BadFileError, OptionError
@@ -19,7 +20,6 @@ from dmst.explorer.session import Session
 from dmst.models import load_model, save_model, shipped
 from dmst.operators.orthonormal import is_orthonormal
 from dmst.photos import photo
-from dmst.whole import sealed
 
 LARGEST, ALL = 12_000_000, 30_000_000
 every = pytest.mark.parametrize("name", list(shipped.SHIPPED))

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 
-from dmst import cli, whole
+from dmst import cli
 from dmst.engine import evaluate, train, work
 from dmst.engine.folder import RunFolder
 from dmst.engine.muon import Muon

@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-from dmst import whole
+from dmst import atomic
 from dmst.analysis.membership import RAMP, Pixels, png
 from dmst.errors import OptionError
 from dmst.words import html
@@ -50,7 +50,7 @@ def write_report(path: str | Path, title: str, lead: str, sections: Sequence[Sec
         f'<header><h1>{heading}</h1><div class="lead">{lead}</div></header><nav aria-label="Contents">{contents}</nav>'
         f"{body}<footer>{footer}</footer></main></body></html>\n"
     )
-    return whole.write_text(path, page)
+    return atomic.write_text(path, page)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -11,9 +11,9 @@ import io
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dmst.atomic import write_bytes, write_text
 from dmst.bench.record import Row
 from dmst.errors import OptionError, need
-from dmst.whole import write_bytes, write_text
 
 
 class Style(NamedTuple):

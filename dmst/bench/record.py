@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
+from dmst.atomic import write_text
 from dmst.errors import BadFileError
 from dmst.provenance import device_name, versions
-from dmst.whole import write_text
 
 Row = dict[str, Any]
 KEYS = (

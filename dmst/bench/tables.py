@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.table import Table
 
+from dmst.atomic import write_text
 from dmst.bench.layers import BACKENDS, CONTENDERS
 from dmst.bench.record import PARITY, Row, find
-from dmst.whole import write_text
 
 MODES = ("eager", "graph", "compiled")
 BEGIN, END = "<!-- begin results/h200/operators.json -->", "<!-- end results/h200/operators.json -->"

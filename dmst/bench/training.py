@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from dmst import provenance, whole
+from dmst import atomic, provenance
 from dmst.bench import record
 from dmst.data.loader import Batch
 from dmst.engine import prepare, several
@@ -56,7 +56,7 @@ def measure(
             rows.append(_row(recipes, sets, group, seconds))
             say(json.dumps(rows[-1]))
             if out:
-                whole.write_text(Path(out), json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
+                atomic.write_text(Path(out), json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
     table = Table("runs", "batch", "images/s", "step, ms", "less input", "input", "share", "loss")
     for row in rows:
         share = f"{row['share']:.1%} ({row['input_ms'] / row['step_ms']:.1%})"

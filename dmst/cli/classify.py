@@ -42,11 +42,11 @@ def classify(
     If a file cannot be read, the error is printed, the other files are classified, and the exit status is 1.
     """
     from dmst.analysis.membership import gradient_map, png, sheet
+    from dmst.atomic import write_bytes
     from dmst.engine.classify import classify as answers
     from dmst.engine.classify import photos_in
     from dmst.engine.distributed import joined
     from dmst.engine.prepare import read_weights
-    from dmst.whole import write_bytes
 
     model = read_weights(weights, unverified=unverified)
     paths, failed = photos_in(photos), 0

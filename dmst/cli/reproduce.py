@@ -45,6 +45,7 @@ def reproduce(
     A finished run is a line of the ledger and is not repeated. You can start this command several times at once: the processes
     share the work.
     """
+    from dmst.atomic import write_text
     from dmst.engine.console import watcher
     from dmst.errors import DmstError, OptionError, choose
     from dmst.reproduce import figure, ledger
@@ -52,7 +53,6 @@ def reproduce(
     from dmst.reproduce.render import markdown, runs_of
     from dmst.reproduce.run import run_table
     from dmst.reproduce.tables import TABLES
-    from dmst.whole import write_text
 
     kept = Path(weights) if weights else None
     if pack and unpack:

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import dmst
-from dmst import whole
+from dmst import atomic
 from dmst.errors import DmstError, FetchError, FullDiskError, SaveError
 
 CHUNK = 1 << 18
@@ -123,7 +123,7 @@ def _note(headers: Any, tag: Path) -> None:
     etag = headers.get("ETag", "")
     mark = etag if etag.startswith('"') else headers.get("Last-Modified", "")
     with saving(tag, len(mark)):
-        whole.write_text(tag, mark) if mark else tag.unlink(missing_ok=True)
+        atomic.write_text(tag, mark) if mark else tag.unlink(missing_ok=True)
 
 
 def _write(out: Any, data: bytes) -> None:
@@ -156,7 +156,7 @@ def saving(path: Path, needed: int) -> Iterator[None]:
         if isinstance(error, DmstError):
             raise
         there = next(x for x in path.absolute().parents if x.is_dir())
-        kind = FullDiskError if error.errno in whole.NO_ROOM else SaveError
+        kind = FullDiskError if error.errno in atomic.NO_ROOM else SaveError
         raise kind(
             f"{path} could not be written ({error.strerror or error}): it needs {needed:,} bytes, and "
             f"{shutil.disk_usage(there).free:,} are free there. What has come is kept: make room and run it again."

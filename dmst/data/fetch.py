@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from dmst import whole
+from dmst import atomic
 from dmst.data import catalog
 from dmst.data.download import download, forget, length, saving
 from dmst.data.official import FILES, NOT_FETCHED, PACKED, File, Tick, differs, digests, no_tick
@@ -139,7 +139,7 @@ def _record(folder: Path, path: str, sha256: str) -> None:
     held = _recorded(folder)
     if held.get(path) != sha256:
         rows = sorted((held | {path: sha256}).items())
-        whole.write_text(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in rows))
+        atomic.write_text(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in rows))
 
 
 def _room(name: str, folder: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import PIL
 
-from dmst import whole
+from dmst import atomic
 from dmst.data.sets import ImageSet, digest
 from dmst.errors import BadImageError, choose
 
@@ -52,7 +52,7 @@ def scan_all(
     workers: int = 0,
     on_bad: str = "fail",
     tick: Callable[[int, int], None] | None = None,
-    write: Callable[[Path, str], Any] = whole.write_text,
+    write: Callable[[Path, str], Any] = atomic.write_text,
 ) -> dict[str, Scanned]:
     """What is found in every set; `tick` is told how many of how many images have been looked at, `write` keeps a cache."""
     choose("on_bad", on_bad, ("fail", "skip"))

@@ -24,7 +24,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from dmst import whole
+from dmst import atomic
 from dmst.demo.runs import Job, Run, train_all
 from dmst.engine.folder import RunFolder
 from dmst.engine.prepare import RECIPE
@@ -68,7 +68,7 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = 16,
         raise Stopped(told, signal.SIGINT) from None
     first = Job("dmst_digits", 0)
     results = Results(runs, recipes[first])
-    whole.write_text(out / "results.json", json.dumps(_record(results), indent=1) + "\n")
+    atomic.write_text(out / "results.json", json.dumps(_record(results), indent=1) + "\n")
     console.print(_table(results))
     from dmst.demo.page import write_page
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dmst import whole
+from dmst import atomic
 from dmst.errors import BadFileError, OptionError, SaveError
 from dmst.models.tensors import LONGEST_HEADER, not_finite, pieces, read
 
@@ -46,14 +46,14 @@ class Snapshot:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def contents(snapshot: Snapshot) -> tuple[int, dict[str, whole.Pieces]]:
-    """How many bytes a checkpoint of `snapshot` takes, about, and its files in pieces, for `whole.write_folder`.
+def contents(snapshot: Snapshot) -> tuple[int, dict[str, atomic.Pieces]]:
+    """How many bytes a checkpoint of `snapshot` takes, about, and its files in pieces, for `atomic.write_folder`.
 
     What could not be loaded is refused here, before a byte is written. The manifest is made when its turn comes: last, when
     the pieces of the others have gone by.
     """
     parts, told = _parts(snapshot), dict[str, Any]()
-    files: dict[str, whole.Pieces] = {name: _hashed(name, data, told) for name, (_, data) in parts.items()}
+    files: dict[str, atomic.Pieces] = {name: _hashed(name, data, told) for name, (_, data) in parts.items()}
     files[MANIFEST] = (_sealed(snapshot, told) for _ in range(1))
     return sum(size for size, _ in parts.values()) + len(_plain("context", snapshot.context)) + 2**12, files
 
@@ -69,7 +69,7 @@ def holds(folder: Path, snapshot: Snapshot) -> bool:
     for name, (_, data) in _parts(snapshot).items():
         for _ in _hashed(name, data, told):
             pass
-    return whole.sealed(stored) == _sealed(snapshot, told)
+    return atomic.sealed(stored) == _sealed(snapshot, told)
 
 
 def _parts(snapshot: Snapshot) -> dict[str, tuple[int, Iterable[bytes | memoryview]]]:
@@ -110,7 +110,7 @@ def _hashed(name: str, data: Iterable[bytes | memoryview], told: dict[str, Any])
 
 
 def _sealed(snapshot: Snapshot, told: dict[str, Any]) -> bytes:
-    return whole.sealed({"schema": SCHEMA, "step": snapshot.step, "context": snapshot.context, "files": told})
+    return atomic.sealed({"schema": SCHEMA, "step": snapshot.step, "context": snapshot.context, "files": told})
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def load(folder: Path, step: int | None = None, most: int | None = None) -> Snap
         if bad := not_finite(found):
             raise BadFileError(f"{folder / name}: {bad} holds NaN or infinity.")
         tensors[name.removesuffix(TENSORS)] = found
-    state = whole.json_object(folder / STATE, small[STATE], "the state of a run")
+    state = atomic.json_object(folder / STATE, small[STATE], "the state of a run")
     try:
         _plain("state", state)
         recipe = small[RECIPE].decode()
@@ -158,8 +158,8 @@ def manifest(folder: Path, step: int | None = None, most: int | None = None) -> 
     if step is not None and folder.is_symlink():
         raise BadFileError(f"{folder} is a link: links are not followed.")
     raw = _read(path)
-    told = whole.json_object(path, raw, "the manifest of a checkpoint")
-    whole.check_seal(path, told, raw)
+    told = atomic.json_object(path, raw, "the manifest of a checkpoint")
+    atomic.check_seal(path, told, raw)
     del told["self_sha256"]
     schema, files = told.get("schema"), told.get("files")
     if type(schema) is int and schema > SCHEMA:
@@ -200,6 +200,6 @@ def _files(folder: Path, told: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
 def _read(path: Path, size: int | None = None) -> bytes:
     """The bytes of a plain file of this size (nothing states that of a manifest), and no pickle."""
     try:
-        return whole.read(path, size, most=LARGEST_MANIFEST if size is None else None)
+        return atomic.read(path, size, most=LARGEST_MANIFEST if size is None else None)
     except OSError as error:
         raise BadFileError(f"{path} cannot be read ({error.strerror or error}).") from error

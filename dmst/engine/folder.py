@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from dmst import whole
+from dmst import atomic
 from dmst.engine import checkpoint, lock
 from dmst.engine.checkpoint import Snapshot
 from dmst.errors import BadFileError, OptionError, SaveError
@@ -49,7 +49,7 @@ class RunFolder:
         try:
             if self.path.is_file():
                 with self.path.open("rb") as file:
-                    whole.refuse_pickle(self.path, file.read(8))
+                    atomic.refuse_pickle(self.path, file.read(8))
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._take()
             HELD.add(self)
@@ -58,11 +58,11 @@ class RunFolder:
             self.checkpoints.mkdir(exist_ok=True)
             self._was = os.lstat(self.checkpoints)
             self._sweep()
-            whole.sync(self.path)
+            atomic.sync(self.path)
         except OSError as error:
             self.__exit__()
-            if error.errno in whole.NO_ROOM:
-                raise whole.failed(self.path, error, lock.SIZE) from error
+            if error.errno in atomic.NO_ROOM:
+                raise atomic.failed(self.path, error, lock.SIZE) from error
             raise OptionError(f"{self.path} cannot be the folder of a run ({error.strerror}): choose another one.") from error
         except BaseException:
             self.__exit__()
@@ -119,7 +119,7 @@ class RunFolder:
         if os.path.lexists(folder) and checkpoint.holds(folder, snapshot):
             return folder
         staging = self.checkpoints / f".tmp-{secrets.token_hex(8)}-{snapshot.step}"
-        return whole.write_folder(folder, files, size=size, staging=staging, aside=self.checkpoints / f"old.{folder.name}")
+        return atomic.write_folder(folder, files, size=size, staging=staging, aside=self.checkpoints / f"old.{folder.name}")
 
     def prune(self, keep: int = 2, protect: Iterable[int] = ()) -> list[int]:
         """Remove what is older than the newest `keep` checkpoints that verify, but for `protect`; returns the steps removed.
@@ -131,12 +131,12 @@ class RunFolder:
         spared = set(protect)
         gone = [step for step in self.steps() if step < kept[-1] and step not in spared] if len(kept) >= max(keep, 2) else []
         try:
-            whole.sync(self.checkpoints)  # the newer ones are in their place also after a power cut
+            atomic.sync(self.checkpoints)  # the newer ones are in their place also after a power cut
             for step in gone:
                 folder = self._folder(step)
                 dead = folder.with_name(f"dead.{folder.name}")
-                whole.remove(dead)
-                whole.remove(folder.rename(dead))
+                atomic.remove(dead)
+                atomic.remove(folder.rename(dead))
         except OSError as error:
             raise SaveError(f"old checkpoints in {self.checkpoints} could not be removed ({error.strerror}).") from error
         return gone
@@ -144,7 +144,7 @@ class RunFolder:
     def write_text(self, path: Path, text: str) -> None:
         """Write a file of this folder, which must be held."""
         self.check_held(path, len(text))
-        whole.write_text(path, text)
+        atomic.write_text(path, text)
 
     def check_held(self, path: Path, size: int = 0) -> None:
         """Before `path` is written: our lock must still be the one that another run would find, and the checkpoints ours."""
@@ -159,7 +159,7 @@ class RunFolder:
             except OSError:
                 same = False
             if not same:
-                raise whole.failed(path, OSError(errno.ENOENT, f"{what} was moved away or replaced"), size)
+                raise atomic.failed(path, OSError(errno.ENOENT, f"{what} was moved away or replaced"), size)
 
     def _take(self) -> int:
         try:
@@ -191,7 +191,7 @@ class RunFolder:
             if found[1] and not os.path.lexists(entry.with_name(found[1])):
                 entry.rename(entry.with_name(found[1]))
         for entry, _ in left:
-            whole.remove(entry)
+            atomic.remove(entry)
 
 
 HELD: weakref.WeakSet[RunFolder] = weakref.WeakSet()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dmst import whole
+from dmst import atomic
 from dmst.errors import FullDiskError, OptionError, SaveError, need
 
 NAME = "journal.jsonl"
@@ -41,13 +41,13 @@ class Journal:
         """Drop what came after `step`, a line that a kill cut off, and the end if it was none; returns what is left."""
         if self.path is None or not os.path.lexists(self.path):
             return []
-        raw = whole.read(self.path)  # and no link
+        raw = atomic.read(self.path)  # and no link
         kept = [event for event in _events(raw) if event["step"] <= step and (ended or event["event"] != "end")]
         text = "".join(map(_line, kept)).encode()
         if text != raw:
             if self.check:
                 self.check(self.path, len(text))
-            whole.write_bytes(self.path, text)
+            atomic.write_bytes(self.path, text)
         return kept
 
     def write(self, event: str, step: int, **values: Any) -> None:
@@ -57,10 +57,10 @@ class Journal:
         if self.check:
             self.check(self.path, len(line))
         try:
-            whole.append(self.path, (self._before + line).encode())
+            atomic.append(self.path, (self._before + line).encode())
             self._before = ""
         except OSError as error:
-            full, self._before = error.errno in whole.NO_ROOM, "\n"  # half of the line may be there
+            full, self._before = error.errno in atomic.NO_ROOM, "\n"  # half of the line may be there
             if not (full and self.keep_going):
                 raise (FullDiskError if full else SaveError)(
                     f"{self.path} could not be written ({error.strerror}): the run stops; its checkpoints are safe."

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dmst import whole
+from dmst import atomic
 from dmst.data import catalog, chance
 from dmst.data.loader import View
 from dmst.data.scan import Scanned, scan_all
@@ -94,7 +94,7 @@ def open_sets(
         return Sets(train, held)
     both = {"train": train} | ({} if held is None else {"eval": held})
     caches = {name: None if cache is None else cache.path / f"scan-{name}.json" for name in both}
-    write = whole.write_text if cache is None else cache.write_text
+    write = atomic.write_text if cache is None else cache.write_text
     found = scan_all(both, workers=workers, on_bad=data.on_bad_image, caches=caches, tick=tick, write=write)
     (bad_train, content), (bad_eval, eval_content) = found["train"], found.get("eval", Scanned({}))
     return Sets(train, held, frozenset(bad_train), frozenset(bad_eval), content, eval_content)

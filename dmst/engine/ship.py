@@ -19,7 +19,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from dmst import whole
+from dmst import atomic
 from dmst.calibration import BINS, Measured, measured
 from dmst.data import catalog
 from dmst.data.loader import EvalStream
@@ -64,7 +64,7 @@ def ship(source: str | Path, name: str, data: str, out: Path, *, data_dir: str |
     found, loss = measure(model, image_set)
     files |= {ANSWERS: safetensors.torch.save(stored), CARD: card(model, image_set, found, loss, notes).encode()}
     files[MEASURED] = json.dumps(found.to_dict()).encode()
-    return digest(whole.write_folder(out / name, files))
+    return digest(atomic.write_folder(out / name, files))
 
 
 def card(model: VisionModel, image_set: ImageSet, found: Measured, loss: float, notes: Sequence[str]) -> str:
@@ -99,7 +99,7 @@ def main() -> None:
     told = asked.parse_args()
     if told.measure:
         found, _ = measure(prepare.read_weights(told.source), catalog.open_set(told.data, "test", data_dir=told.data_dir))
-        path = whole.write_text(told.out / told.source / MEASURED, json.dumps(found.to_dict()))
+        path = atomic.write_text(told.out / told.source / MEASURED, json.dumps(found.to_dict()))
         say(f"{path} top-1 {found.top1:.2%}")
         return
     entry = ship(told.source, told.name, told.data, told.out, data_dir=told.data_dir, notes=told.note)

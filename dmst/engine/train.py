@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 import dmst
-from dmst import provenance, whole
+from dmst import atomic, provenance
 from dmst.data.loader import EvalStream, Place, TrainStream
 from dmst.engine import journal, prepare
 from dmst.engine.checkpoint import Snapshot
@@ -161,7 +161,7 @@ class _Loop:
         path = self.folder.path / RECIPE
         if not self.group.main or not path.exists():
             return
-        old = from_toml(whole.read(path).decode(), str(path))  # no link is followed
+        old = from_toml(atomic.read(path).decode(), str(path))  # no link is followed
         changed = differences(old, self.recipe)
         if changed and not allow_change:
             told = "\n".join(f"  {line}" for line in changed)
@@ -472,7 +472,7 @@ class _Loop:
             if self.group.main:
                 for path in self.folder.path.iterdir():
                     if LEFT.fullmatch(path.name):
-                        whole.remove(path)
+                        atomic.remove(path)
         if score is not None:
             self.watch.say(f"{self.sets.eval}: {score.words} of {score.images:,} images")
         if bad := self.sets.bad_images:

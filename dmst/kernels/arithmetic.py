@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmst import watched
+from dmst import tracing
 
 
 def wide(x: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def wide(x: Tensor) -> Tensor:
 
 def in_place() -> bool:
     """Whether a temporary may be overwritten."""
-    return not (torch.is_grad_enabled() or watched.traced() or watched.transformed())
+    return not (torch.is_grad_enabled() or tracing.traced() or tracing.transformed())
 
 
 def times(mine: Tensor, other: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dmst import watched
+from dmst import tracing
 from dmst.errors import OptionError, choose
 from dmst.kernels import closed_form, plan, reference, silent
 from dmst.kernels.form import Form, Weights
@@ -194,37 +194,37 @@ def skips(z: Tensor, weights: Weights, form: Form) -> bool:
     """Whether the fused kernels may leave silent heads out, where they are asked to."""
     if form.gate != "sparsemax" or form.membership != "sigmoid" or form.uniform_moment:
         return False
-    if watched.traced() or watched.dispatched() or any(type(t) not in _PLAIN for t in (z, *weights)):
+    if tracing.traced() or tracing.dispatched() or any(type(t) not in _PLAIN for t in (z, *weights)):
         return False
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)))
 
 
 def serves(z: Tensor, form: Form, dtype: torch.dtype) -> bool:
     """Whether the fused kernels compute this layer, now."""
-    if watched.exported() or watched.transformed():
+    if tracing.exported() or tracing.transformed():
         return False
     return verdict(z.device, z.dtype if z.dtype == torch.float64 else dtype, form, z.shape[-1]).fused
 
 
 def kernel_for(z: Tensor, weights: Weights, form: Form, dtype: torch.dtype, skip: bool = False) -> Callable[..., Tensor]:
     """The `attend` that computes this layer, now; with `skip` without its silent heads, where that can be."""
-    alone = watched.nobody()  # one question in place of many, where a call waits for the host
-    if not alone and (watched.exported() or watched.dual()):
+    alone = tracing.is_plain_eager()  # one question in place of many, where a call waits for the host
+    if not alone and (tracing.exported() or tracing.dual()):
         return reference.attend
-    if alone or not watched.transformed():
+    if alone or not tracing.transformed():
         wide = z.dtype if z.dtype == torch.float64 else dtype
         answer = verdict(z.device, wide, form, z.shape[-1])
         if answer.fused:
             return _skipping_attend if skip and skips(z, weights, form) else _fused_attend
         if _chosen == "fused":
             raise OptionError(f'use_kernels("fused"): {answer.why}. Use use_kernels("auto") to fall back by itself.')
-    if watched.traced():
+    if tracing.traced():
         return reference.attend
     if form.split:
-        return _checkpointed if form.save == "nothing" and not watched.transformed() else reference.attend
+        return _checkpointed if form.save == "nothing" and not tracing.transformed() else reference.attend
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
         return closed_form.attend
-    readable = not (watched.transformed() or watched.dispatched())  # by the host: which heads are on
+    readable = not (tracing.transformed() or tracing.dispatched())  # by the host: which heads are on
     if z.device.type == "cpu" and form.gate == "sparsemax" and readable:
         return silent.attend
     return reference.attend

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst import watched
+from dmst import tracing
 from dmst.kernels import choice, compute_dtype, plan, without_autocast
 from dmst.kernels.arithmetic import aligned, cast
 from dmst.kernels.attempt import attempt, remembered
@@ -27,19 +27,19 @@ def serves(z: Tensor, weight: Tensor) -> bool:
     """Whether the kernel computes the hidden channels of tokens z (..., d) by a weight (h, d), now."""
     if not _on_gpu(z) or torch.is_grad_enabled() or choice.chosen() == "reference":
         return False
-    if watched.exported() or watched.transformed() or watched.dispatched():
+    if tracing.exported() or tracing.transformed() or tracing.dispatched():
         return False
     (h, d), alike = weight.shape, autocast_is_on(z) or z.dtype == weight.dtype
     if not alike or z.device != weight.device or z.shape[-1] != d or not _fits(z.device.index, compute_dtype(z), h, d):
         return False
-    return watched.surely(plan.by_hand(z.numel() // d))
+    return tracing.surely(plan.by_hand(z.numel() // d))
 
 
 def linear_gelu(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """gelu(z W^T + b), (..., h), in the compute dtype. Only where `serves`."""
     low = cast(z, compute_dtype(z))  # in the graph: the compiler writes it so where it makes z
     with without_autocast(z):
-        return _run(low, weight, bias) if watched.nobody() else torch.ops.dmst.linear_gelu(low, weight, bias)
+        return _run(low, weight, bias) if tracing.is_plain_eager() else torch.ops.dmst.linear_gelu(low, weight, bias)
 
 
 def _on_gpu(z: Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst import watched
+from dmst import tracing
 from dmst.errors import DmstError, ShapeError
 from dmst.kernels import choice
 from dmst.kernels.attempt import attempt, remembered
@@ -35,7 +35,7 @@ def local_gelu(hidden: Tensor, weight: Tensor, grid: tuple[int, int]) -> Tensor:
 
 def _convolved(hidden: Tensor, weight: Tensor, grid: tuple[int, int]) -> Tensor:
     image = hidden.unflatten(1, grid).permute(0, 3, 1, 2)
-    if watched.exported():  # channels last in memory, one image is laid out as no batch is: the graph would be for one
+    if tracing.exported():  # channels last in memory, one image is laid out as no batch is: the graph would be for one
         image = image.contiguous()
     near = F.conv2d(image, weight, padding=1, groups=weight.shape[0])
     return F.gelu(hidden + near.permute(0, 2, 3, 1).flatten(1, 2))
@@ -43,12 +43,12 @@ def _convolved(hidden: Tensor, weight: Tensor, grid: tuple[int, int]) -> Tensor:
 
 def _served(hidden: Tensor, weight: Tensor) -> bool:
     """Whether the kernels take it: as `choice` decides for a layer, but for what only a layer has."""
-    if choice.chosen() == "reference" or hidden.dtype not in choice.AUTO or not hidden.numel() or watched.transformed():
+    if choice.chosen() == "reference" or hidden.dtype not in choice.AUTO or not hidden.numel() or tracing.transformed():
         return False
     forced = choice.chosen() == "fused"
     if choice.machine_problem(hidden.device.type, hidden.device.index or 0, forced):
         return False
-    return not watched.exported() and _library()
+    return not tracing.exported() and _library()
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dmst import kernels, rotary, watched
+from dmst import kernels, rotary, tracing
 from dmst.errors import DmstError
 from dmst.kernels import arithmetic, closed_form, plan, reference
 from dmst.kernels import form as form_module
@@ -55,7 +55,7 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
     if weights.assign is not None:
         _, n, d = z.shape
         factors = rotary.factors(form.rotary, d, n, grid, step=plan.STEP, device=z.device, dtype=torch.float32)
-    if not watched.nobody() or not _PLAIN.issuperset(map(type, (z, *weights))):
+    if not tracing.is_plain_eager() or not _PLAIN.issuperset(map(type, (z, *weights))):
         kernels.check(z, weights, form)
         text = form.text if torch.is_grad_enabled() else form.lean  # what is kept costs the host as much as a kernel
         return torch.ops.dmst.attend(z, *weights, *_tables(factors), text, _step(factors), dtype)[0]
@@ -162,7 +162,7 @@ class _Eager(torch.autograd.Function):
         z, *rest = ctx.saved_tensors
         weights, kept, asked = Weights(*rest[:W]), Kept(*rest[W:]), ctx.needs_input_grad[: 1 + W]
         with without_autocast(dout):
-            if torch.is_grad_enabled() or watched.traced() or watched.dispatched():  # it refuses a second derivative in words
+            if torch.is_grad_enabled() or tracing.traced() or tracing.dispatched():  # it refuses a second derivative in words
                 tensors = (dout, z, *weights, *_tables(ctx.factors), *_filled(kept, z))
                 text, step = ctx.form.text, _step(ctx.factors)
                 grads = torch.ops.dmst.attend_backward(*tensors, list(asked), text, step, ctx.dtype)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dmst import rotary, watched
+from dmst import rotary, tracing
 from dmst.kernels import plan, registered
 from dmst.kernels.arithmetic import wide
 from dmst.kernels.autocast import without_autocast
@@ -55,7 +55,7 @@ def residual_step(
         _, n, d = z.shape
         factors = rotary.factors(form.rotary, d, n, grid, step=plan.STEP, device=z.device, dtype=torch.float32)
     tensors = (z, *around, *weights)
-    if not watched.nobody() or not registered._PLAIN.issuperset(map(type, tensors)):
+    if not tracing.is_plain_eager() or not registered._PLAIN.issuperset(map(type, tensors)):
         tables, length = registered._tables(factors), registered._step(factors)
         text = form.text if torch.is_grad_enabled() else form.lean
         return torch.ops.dmst.step(*tensors, *tables, eps, text, length, dtype)[0]
@@ -162,7 +162,7 @@ class _Eager(torch.autograd.Function):
         around, weights, rest = Around(*rest[:A]), Weights(*rest[A : A + W]), rest[A + W :]
         asked = _asked(ctx.needs_input_grad)
         with without_autocast(dout):
-            if torch.is_grad_enabled() or watched.traced() or watched.dispatched():  # it refuses a second derivative in words
+            if torch.is_grad_enabled() or tracing.traced() or tracing.dispatched():  # it refuses a second derivative in words
                 low = _rounded(dout, around.keep, ctx.dtype)
                 tensors = (dout, low, z, *around, *weights, *registered._tables(ctx.factors), *registered._filled(rest, z))
                 options = (ctx.eps, ctx.form.text, registered._step(ctx.factors), ctx.dtype)

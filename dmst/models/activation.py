@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst import watched
+from dmst import tracing
 
 C = 0.2316418882
 B = (0.127414796, -0.142248368, 0.7107068705, -0.7265760135, 0.5307027145)
@@ -34,7 +34,7 @@ class Gelu(nn.GELU):
 
 def _waits(x: Tensor) -> bool:
     """Whether erf is what a pass waits for, and nobody reads the graph or looks through the function (per-sample gradients)."""
-    if not torch.compiler.is_dynamo_compiling() or watched.exported() or watched.transformed():
+    if not torch.compiler.is_dynamo_compiling() or tracing.exported() or tracing.transformed():
         return False
     return x.dtype == torch.bfloat16 and _on_gpu(x)
 

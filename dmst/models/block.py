@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from dmst import watched
+from dmst import tracing
 from dmst.models import in_one
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import FEEDFORWARDS, LocalStep, MlpStep
@@ -58,7 +58,7 @@ class Block(nn.Module):
         feedforward = self.feedforward
         if type(self) is not Block or not isinstance(feedforward, MlpStep) or type(feedforward) not in (MlpStep, LocalStep):
             return False
-        missed = watched.hooked(self) or watched.hooked(feedforward) or "attend" in vars(self) or "trace" in vars(self)
+        missed = tracing.hooked(self) or tracing.hooked(feedforward) or "attend" in vars(self) or "trace" in vars(self)
         return not missed and feedforward.scales_weight(z) and in_one.serves(self.norm, self.operator, self.residual, z)
 
     def carry(self, z: Tensor, pending: Tensor | None, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst import watched
+from dmst import tracing
 from dmst.kernels import compute_dtype
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import Mlp
@@ -51,7 +51,7 @@ class ClassAttentionBlock(OneNode):
         """What the class token sees, heads side by side (b, 1, d): q of it alone; k, v of all."""
         dim, dtype = cls.shape[-1], compute_dtype(patches)  # before they are joined: fewer bytes
         both = torch.cat((cls.to(dtype), patches.to(dtype)), 1)
-        if watched.is_plain(self.qkv):
+        if tracing.is_plain(self.qkv):
             weights = self.qkv.weight.split((dim, 2 * dim))
             biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split((dim, 2 * dim))
             q, (k, v) = F.linear(cls, weights[0], biases[0]), F.linear(both, weights[1], biases[1]).split(dim, -1)

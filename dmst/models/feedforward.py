@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst import watched
+from dmst import tracing
 from dmst.errors import OptionError
 from dmst.kernels import compute_dtype, hidden
 from dmst.kernels.neighbours import local_gelu
@@ -44,7 +44,7 @@ class Mlp(nn.Module):
 
     def enter(self, z: Tensor) -> Tensor:
         """gelu(W1 z), in one where the kernels make it and nobody listens to fc1."""
-        if watched.is_plain(self.fc1) and hidden.serves(z, self.fc1.weight):
+        if tracing.is_plain(self.fc1) and hidden.serves(z, self.fc1.weight):
             return hidden.linear_gelu(z, self.fc1.weight, self.fc1.bias)
         return gelu(self.fc1(z))
 
@@ -101,9 +101,9 @@ class MlpStep(nn.Module):
         not kept for it. In bfloat16 alone: float32 keeps its bits, and float16 has no room for a small scale.
         """
         usual = type(self.mlp) in (Mlp, LocalMlp) and type(self.residual) is Residual
-        if not usual or watched.proxied(z) or compute_dtype(z) != torch.bfloat16:
+        if not usual or tracing.proxied(z) or compute_dtype(z) != torch.bfloat16:
             return False
-        return watched.is_plain(self.mlp.fc2) and not any(map(watched.hooked, (self.mlp, self.residual)))
+        return tracing.is_plain(self.mlp.fc2) and not any(map(tracing.hooked, (self.mlp, self.residual)))
 
 
 class LocalStep(MlpStep):

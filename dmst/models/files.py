@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import dmst
-from dmst import whole
+from dmst import atomic
 from dmst.errors import BadFileError, OptionError, shown
 from dmst.models.config import ModelConfig
 from dmst.models.preprocessing import pretrained_cfg
@@ -75,7 +75,7 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
             f"not saved, because it could not be loaded again: {error} (To change the classes: model.reset_classifier.)"
         ) from error
     weights = safetensors.torch.save(tensors)
-    return whole.write_folder(folder, {WEIGHTS: weights, CONFIG: whole.sealed(_describe(model, weights))})
+    return atomic.write_folder(folder, {WEIGHTS: weights, CONFIG: atomic.sealed(_describe(model, weights))})
 
 
 def load_model(
@@ -157,7 +157,7 @@ def _plain(config: ModelConfig) -> None:
 
 def _found(folder: Path) -> Path:
     """The folder; or the model before it, where an overwriting save was killed between its two renames."""
-    kept = whole.set_aside(folder)
+    kept = atomic.set_aside(folder)
     if kept and not folder.exists():
         warnings.warn(f"a save to {folder} was interrupted: loading the model that was there before, {kept[-1]}.", stacklevel=3)
         return kept[-1]
@@ -178,10 +178,10 @@ def _read(path: Path, read: Callable[[Path], bytes]) -> bytes:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    raw = _read(path, partial(whole.read, most=LARGEST_CONFIG, links=True))  # caches of models are made of links
-    told = whole.json_object(path, raw, "the config of a model")
+    raw = _read(path, partial(atomic.read, most=LARGEST_CONFIG, links=True))  # caches of models are made of links
+    told = atomic.json_object(path, raw, "the config of a model")
     if "self_sha256" in told or "dmst" in told:
-        whole.check_seal(path, told, raw)
+        atomic.check_seal(path, told, raw)
     return told
 
 
@@ -257,7 +257,7 @@ def _raw_weights(path: Path, *, model: VisionModel, stated: int | None) -> bytes
     """The bytes of a file, or of what a link leads to, once its size and its header are of this network."""
     head, data = most_bytes(model.state_dict())
     most = 8 + head + data
-    with whole.opened(path, links=True) as (file, size):
+    with atomic.opened(path, links=True) as (file, size):
         if stated not in (None, size):
             raise BadFileError(f"{path} is damaged: {size:,} bytes instead of {stated:,}. Copy it again.")
         if size > most:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dmst import watched
+from dmst import tracing
 from dmst.kernels import compute_dtype, plan
 from dmst.kernels import step as kernel
 from dmst.models.residual import Residual
@@ -33,12 +33,12 @@ def step(
 
 
 def serves(norm: nn.LayerNorm, operator: Operator, residual: Residual, z: Tensor) -> bool:
-    if not plan.STEPS or watched.proxied(z):
+    if not plan.STEPS or tracing.proxied(z):
         return False
     if not isinstance(operator, TokenStatistics) or not _usual(norm, operator, residual):
         return False
     drop = operator.proj_drop
-    if (drop.p and drop.training) or watched.everywhere() or any(map(watched.hooked, (norm, operator, residual, drop))):
+    if (drop.p and drop.training) or tracing.everywhere() or any(map(tracing.hooked, (norm, operator, residual, drop))):
         return False
     if not operator.is_plain():
         return False

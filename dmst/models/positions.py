@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst import watched
+from dmst import tracing
 from dmst.kernels.arithmetic import wide
 from dmst.one_node import OneNode
 
@@ -64,7 +64,7 @@ class LearnedPosition(OneNode):
         nn.init.normal_(self.table, std=self.std)
 
     def forward(self, z: Tensor, grid: tuple[int, int]) -> Tensor:
-        if watched.surely(grid[0] == self.grid[0]) and watched.surely(grid[1] == self.grid[1]):
+        if tracing.surely(grid[0] == self.grid[0]) and tracing.surely(grid[1] == self.grid[1]):
             return z + self.table
         prefix = z.shape[1] - grid[0] * grid[1]
         places = rearrange(self.table[prefix:], "(h w) d -> 1 d h w", h=self.grid[0])

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmst import whole
+from dmst import atomic
 from dmst.calibration import Measured
 from dmst.errors import BadFileError, OptionError
 from dmst.models.files import CONFIG, WEIGHTS, load_model
@@ -57,7 +57,7 @@ def _known(name: str) -> None:
 def digest(folder: Path) -> str:
     """One sha256 of the weights and the config."""
     try:
-        return hashlib.sha256(whole.read(folder / WEIGHTS) + whole.read(folder / CONFIG)).hexdigest()
+        return hashlib.sha256(atomic.read(folder / WEIGHTS) + atomic.read(folder / CONFIG)).hexdigest()
     except OSError as error:
         raise BadFileError(f"{error.filename} cannot be read ({error.strerror}): install the package again.") from error
 
@@ -75,7 +75,7 @@ def verify(name: str) -> float:
 
 def answers(name: str) -> dict[str, Tensor]:
     path = FOLDER / name / ANSWERS
-    return tensors_from(path, whole.read(path))
+    return tensors_from(path, atomic.read(path))
 
 
 def card(name: str) -> str:

@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dmst import watched
+from dmst import tracing
 from dmst.errors import OptionError, choose
 from dmst.models.block import Block, LayerTrace
 from dmst.models.class_attention import ClassAttentionBlock
@@ -263,7 +263,7 @@ class VisionModel(nn.Module):
         """Whether nobody could tell that the norm at the end saw the class token alone."""
         mine = (type(self).forward_features, type(self).finish) == (VisionModel.forward_features, VisionModel.finish)
         own = not mine or "forward_features" in vars(self) or "finish" in vars(self)
-        return not own and not watched.hooked(self.norm) and not watched.everywhere()
+        return not own and not tracing.hooked(self.norm) and not tracing.everywhere()
 
     def _weight(self) -> Tensor:
         """One of the weights, by name: a replica of DataParallel has no parameters()."""

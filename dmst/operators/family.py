@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst import kernels, objective, rotary, watched
+from dmst import kernels, objective, rotary, tracing
 from dmst.errors import choose, flag, number
 from dmst.kernels import Form, Weights, reference
 from dmst.kernels.arithmetic import wide
@@ -97,7 +97,7 @@ class TokenStatistics(Operator):
         own = getattr if torch.compiler.is_compiling() else _own
         subspace, assign, out = own(self, "subspace"), own(self, "assign"), own(self, "out")
         kind = OrthonormalLinear if self.form.mode == "proximal" and type(subspace) is OrthonormalLinear else nn.Linear
-        return watched.is_plain(subspace, kind) and all(x is None or watched.is_plain(x) for x in (assign, out))
+        return tracing.is_plain(subspace, kind) and all(x is None or tracing.is_plain(x) for x in (assign, out))
 
     def subspaces(self) -> Tensor:
         return rearrange(self.weights().subspace, "(k p) d -> k d p", k=self.num_heads)
@@ -185,9 +185,9 @@ def _weight_and_bias(linear: Any, own: Callable[[Any, str], Any], dim: int) -> t
     """The matrix and the bias of a linear map, whatever it is made of."""
     if linear is None:
         return None, None
-    if type(linear) is nn.Linear and watched.is_tensor(weight := own(linear, "weight")):
+    if type(linear) is nn.Linear and tracing.is_tensor(weight := own(linear, "weight")):
         return weight, own(linear, "bias")
-    if isinstance(linear, nn.Linear) and watched.is_tensor(linear.weight):  # orthonormal, parametrized
+    if isinstance(linear, nn.Linear) and tracing.is_tensor(linear.weight):  # orthonormal, parametrized
         return linear.basis() if isinstance(linear, OrthonormalLinear) else linear.weight, linear.bias
     like = next((x for x in linear.parameters() if x.is_floating_point()), torch.empty(0))
     axes = torch.eye(dim, dtype=like.dtype, device=like.device)
@@ -199,4 +199,4 @@ def _is_idle(drop: nn.Module) -> bool:
     """Whether it returns what it is given and nobody listens: then it need not be called."""
     if type(drop) is not nn.Dropout or (drop.p and drop.training):
         return False
-    return not (watched.hooked(drop) or watched.everywhere())
+    return not (tracing.hooked(drop) or tracing.everywhere())

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dmst import watched
+from dmst import tracing
 from dmst.kernels.autocast import without_autocast
 
 
@@ -41,12 +41,12 @@ class OrthonormalLinear(nn.Linear):
 
     def basis(self) -> Tensor:
         """The orthonormal matrix that the layer uses; a quantized one as it is, since nothing can put it onto the manifold."""
-        if not watched.is_tensor(self.weight):
+        if not tracing.is_tensor(self.weight):
             return self.weight
         if self.training and isinstance(self.weight, nn.Parameter):
-            if watched.recorded(self.weight):
+            if tracing.recorded(self.weight):
                 return _OnManifold.apply(self.weight)
-            if self.kept and watched.traced():
+            if self.kept and tracing.traced():
                 with without_autocast(self.weight):
                     wide = torch.promote_types(self.weight.dtype, torch.float32)
                     return closer(self.weight.to(wide)).to(self.weight.dtype)
@@ -72,7 +72,7 @@ class OrthonormalLinear(nn.Linear):
         return nn.functional.linear(z, self.basis(), self.bias)
 
     def _readable(self) -> bool:
-        hidden = watched.traced() or watched.transformed() or watched.dispatched() or watched.recorded(self.weight)
+        hidden = tracing.traced() or tracing.transformed() or tracing.dispatched() or tracing.recorded(self.weight)
         return not (self.weight.is_meta or hidden)
 
 
@@ -103,7 +103,7 @@ SETTLINGS = 12  # from |E| = 3, where a first step of AdamW is far too long, to 
 def retract(*models: nn.Module) -> None:
     """The orthonormal matrices of models back onto their manifold, which a step or another dtype leaves."""
     layers = [module for model in models for module in model.modules() if isinstance(module, OrthonormalLinear)]
-    if layers and watched.recorded(layers[0].weight):
+    if layers and tracing.recorded(layers[0].weight):
         settle_(layers)
     else:
         for layer in layers:

@@ -14,10 +14,10 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dmst.atomic import check_seal, json_object, read, sealed, write_folder
 from dmst.errors import BadFileError, OptionError
 from dmst.models.files import CONFIG, WEIGHTS
 from dmst.reproduce import ledger
-from dmst.whole import check_seal, json_object, read, sealed, write_folder
 
 MAGIC = b"part of a dmst pack\n"
 MOST = 15 * 2**20  # of a part, its magic included

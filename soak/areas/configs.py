@@ -24,7 +24,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from dmst import whole
+from dmst import atomic
 from dmst.engine.recipe import Recipe, differences, from_toml, read_recipe
 from dmst.engine.sections import SECTIONS
 from dmst.errors import BadFileError, ConfigError, DmstError
@@ -346,7 +346,7 @@ def saved(seed: int, folder: Path) -> None:
     else:
         given = {name: value for name, value in given.items() if type(value) is not float or math.isfinite(value)}
         files = {WEIGHTS: {"size": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}}
-        told = whole.sealed({"dmst": {"version": "1", "config": given, "files": files}})
+        told = atomic.sealed({"dmst": {"version": "1", "config": given, "files": files}})
     (folder / CONFIG).write_bytes(told)
     begun = time.process_time()
     try:

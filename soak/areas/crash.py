@@ -34,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dmst import cli, whole
+from dmst import atomic, cli
 from dmst.engine import evaluate, journal
 from dmst.engine.folder import RunFolder
 from dmst.engine.muon import Muon
@@ -590,7 +590,7 @@ def vanishes(inside: str, put: str, event: str, n: int, folder: Path) -> dict[st
     differ = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
     assert not differ, f"written after it was {put}: {differ}"
     for left in (place, place.with_name("elsewhere")):
-        whole.remove(left)
+        atomic.remove(left)
     away.rename(place)
     found = newest(run)
     again(run)

@@ -45,12 +45,12 @@ def maps(
     """
     from dmst.analysis.membership import drawn, layer_of, layers_sheet, png
     from dmst.analysis.probes import only_looking
+    from dmst.atomic import write_bytes
     from dmst.engine.classify import photos_in
     from dmst.engine.distributed import joined
     from dmst.engine.prepare import read_weights
     from dmst.engine.samples import sample
     from dmst.errors import OptionError
-    from dmst.whole import write_bytes
 
     try:
         chosen = None if layer == "all" else int(layer)

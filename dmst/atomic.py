@@ -1,4 +1,4 @@
-"""Whole or not at all: what is written appears complete in its place; what was damaged since then is refused when it is read.
+"""Atomic writes: temporary file, fsync, rename. Reads verify the sha256.
 
     write_text, write_bytes(path, data)    temporary file beside it, synced, then one rename
     write_folder(folder, {name: bytes})    temporary folder beside it, every file synced; an old folder steps aside, the new one

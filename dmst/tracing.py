@@ -11,7 +11,7 @@
     is_plain(x)     a linear map of which the weight is all: no adapter, no quantized or sharded weight, no hook
     everywhere()    a hook on every module there is
     surely(x)       x, a condition on sizes; while a graph is traced, whether it holds for all that the graph will serve
-    nobody()        none of the first four, asked at once: plain eager execution, where each question costs the host
+    is_plain_eager()        none of the first four, asked at once: plain eager execution, where each question costs the host
 
 Plain eager execution answers no every time. Each asks PyTorch's private state, so they are asked in this one file.
 """
@@ -64,7 +64,7 @@ def dispatched() -> bool:
     return not torch.compiler.is_compiling() and is_in_torch_dispatch_mode()
 
 
-def nobody() -> bool:
+def is_plain_eager() -> bool:
     return not (
         torch.compiler.is_compiling() or _exporting() or torch._C._is_tracing() or is_in_torch_dispatch_mode() or transformed()
     )
