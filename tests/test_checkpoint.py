@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from dmst import atomic
 from dmst.engine import checkpoint
 from dmst.engine.checkpoint import Snapshot
 from dmst.engine.folder import RunFolder
