@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 from dmst.data import loader, transforms
 from dmst.data import workers as reading
 from dmst.data.augment import Augment
-from dmst.data.loader import Batch, EvalStream, Place, TrainStream, View
+from dmst.data.loader import Batch, EvalStream, Shard, TrainStream, View
 from dmst.data.sets import ArraySet, ImageSet
 from dmst.errors import BadImageError, DmstError, MissingExtraError, OptionError
 from tests.test_augment import auto_augment
@@ -105,7 +105,7 @@ def assembled(first: int, last: int, world: int, micro_steps: int, *given: Any, 
     """The global batches, put together from what each process gets."""
     ranks = []
     for rank in range(world):
-        mine = list(stream(*given, place=Place(rank, world, micro_steps), **options).batches(first, last))
+        mine = list(stream(*given, shard=Shard(rank, world, micro_steps), **options).batches(first, last))
         assert len(mine) == (last - first) * micro_steps
         ranks.append(mine)
     steps = range(last - first)
@@ -307,7 +307,7 @@ def test_every_image_is_evaluated_once(n: int, world: int, make: Any) -> None:
     seen: Counter[int] = Counter()
     lengths = set()
     for rank in range(world):
-        s = EvalStream(make(n), VIEW, batch_size=4, place=Place(rank, world))
+        s = EvalStream(make(n), VIEW, batch_size=4, shard=Shard(rank, world))
         batches = list(s)
         lengths |= {len(s), len(batches)}
         for batch in batches:
@@ -352,15 +352,15 @@ def test_paths() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 18, "place": Place(0, 4)}, r"18: it must divide into 4 processes x 1 micro-steps; .*--batch 16"),
+        ({"batch_size": 18, "shard": Shard(0, 4)}, r"18: it must divide into 4 processes x 1 micro-steps; .*--batch 16"),
         (
-            {"batch_size": 20, "place": Place(0, 2, 2)},
+            {"batch_size": 20, "shard": Shard(0, 2, 2)},
             r"micro-batch of 5 leaves one alone: .*--batch 24.*mixup_mode=batch",
         ),
         ({"batch_size": 48}, r"40 images are fewer than one batch of 48: try --batch 40"),
         ({"augment": Augment(repeats=3)}, r"40 images, of which repeated .* 256, here 0, are fewer than one batch"),
         ({"augment": Augment(crop_padding=12)}, r"crop_padding is 12"),
-        ({"place": Place(2, 2)}, r"rank must be from 0 to world - 1"),
+        ({"shard": Shard(2, 2)}, r"rank must be from 0 to world - 1"),
         ({"path": "disk"}, r"unknown path 'disk'"),
         ({"workers": -1}, r"workers is -1"),
     ],

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dmst.data.augment import Augment
-from dmst.data.loader import Batch, Place, TrainStream, View
+from dmst.data.loader import Batch, Shard, TrainStream, View
 from dmst.data.sets import ArraySet
 from dmst.engine import prepare
 from dmst.engine.console import Quiet
@@ -164,8 +164,8 @@ def stream(augment: Augment = Augment(), micro_steps: int = 1, **options: Any) -
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (48, 8, 8, 3), dtype=np.uint8)
     toy = ArraySet("toy", "train", ["a", "b", "c"], np.arange(48) % CLASSES, images)
-    place = Place(micro_steps=micro_steps)
-    return TrainStream(toy, VIEW, augment, batch_size=BATCH, seed=SEED, place=place, **options)
+    shard = Shard(micro_steps=micro_steps)
+    return TrainStream(toy, VIEW, augment, batch_size=BATCH, seed=SEED, shard=shard, **options)
 
 
 def network(recipe: Recipe) -> VisionModel:
@@ -466,7 +466,7 @@ def test_six_steps_of_a_run(opt: str, tmp_path: Path) -> None:
     model = prepare.build_model(recipe, images.classes, 3).double()
     hand, heard = ByHand(model, knobs), Heard()
     result = train(recipe, tmp_path / "run", device="cpu", watch=heard, dtype=torch.float64)
-    given = TrainStream(images, prepare.view_of(model), recipe.augment, batch_size=BATCH, seed=SEED, place=Place(micro_steps=2))
+    given = TrainStream(images, prepare.view_of(model), recipe.augment, batch_size=BATCH, seed=SEED, shard=Shard(micro_steps=2))
     batches = given.batches(0, 6)
     for step, lr in enumerate(RATES):
         told = hand.step(step, [next(batches), next(batches)], BATCH, lr, lr / 2)

@@ -28,7 +28,7 @@ class View(NamedTuple):
     interpolation: str = "bicubic"
 
 
-class Place(NamedTuple):
+class Shard(NamedTuple):
     """One process among `world`, taking its part of a batch in `micro_steps` parts."""
 
     rank: int = 0
@@ -46,6 +46,6 @@ def check_view(view: View) -> None:
     choose("interpolation", view.interpolation, ("bicubic", "bilinear"))
 
 
-def check_place(place: Place) -> None:
-    if not (0 <= place.rank < place.world and place.micro_steps >= 1):
-        raise OptionError(f"{place}: rank must be from 0 to world - 1, micro_steps at least 1.")
+def check_shard(shard: Shard) -> None:
+    if not (0 <= shard.rank < shard.world and shard.micro_steps >= 1):
+        raise OptionError(f"{shard}: rank must be from 0 to world - 1, micro_steps at least 1.")

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from dmst.data import chance, order, resident
 from dmst.data.augment import Augment
-from dmst.data.batch import Batch, Place, View, check_place, check_view
+from dmst.data.batch import Batch, Shard, View, check_shard, check_view
 from dmst.data.batching import BatchMaker, check_channels
 from dmst.data.sets import ImageSet
 from dmst.data.transforms import timm_transform
 from dmst.data.workers import Key, Samples, read
 from dmst.errors import MissingExtraError, OptionError, choose
 
-__all__ = ["Batch", "EvalStream", "Place", "TrainStream", "View"]
+__all__ = ["Batch", "EvalStream", "Shard", "TrainStream", "View"]
 
 
 class _Stream:
@@ -37,18 +37,18 @@ class _Stream:
         self,
         image_set: ImageSet,
         view: View,
-        place: Place,
+        shard: Shard,
         device: torch.device | str,
         path: str,
         workers: int,
         bad: frozenset[int],
     ) -> None:
         check_view(view)
-        check_place(place)
+        check_shard(shard)
         choose("path", path, ("auto", "resident", "workers"))
         if type(workers) is not int or workers < 0:
             raise OptionError(f"workers is {workers!r}: it must be a whole number of at least 0.")
-        self.image_set, self.view, self.place, self.workers, self.bad = image_set, view, place, workers, frozenset(bad)
+        self.image_set, self.view, self.shard, self.workers, self.bad = image_set, view, shard, workers, frozenset(bad)
         self.device = torch.device(device)
         self.notes: list[str] = []
         self._pixels: Tensor | None = None
@@ -90,17 +90,17 @@ class TrainStream(_Stream):
         *,
         batch_size: int,
         seed: int,
-        place: Place = Place(),  # noqa: B008 (a tuple)
+        shard: Shard = Shard(),  # noqa: B008 (a tuple)
         device: torch.device | str = "cpu",
         path: str = "auto",
         workers: int = 0,
         bad: frozenset[int] = frozenset(),
         compiled: bool | str = False,
     ) -> None:
-        super().__init__(image_set, view, place, device, path, workers, bad)
+        super().__init__(image_set, view, shard, device, path, workers, bad)
         pairs = augment.mixes and augment.mixup_mode == "pair"
         self.augment, self.batch_size, self.seed = augment, batch_size, seed
-        self.micro_batch = order.micro_batch(len(image_set), batch_size, place, augment.repeats, pairs)
+        self.micro_batch = order.micro_batch(len(image_set), batch_size, shard, augment.repeats, pairs)
         self.steps_per_epoch = order.epoch_length(len(image_set), augment.repeats) // batch_size
         self._order = lru_cache(3)(self._order_of)  # workers read ahead, into the next epoch
         if augment.mixes and not pairs:
@@ -160,10 +160,10 @@ class TrainStream(_Stream):
 
     def _slices(self, first_step: int, last_step: int) -> Iterator[tuple[int, int]]:
         """(epoch, place in its order) of each micro-batch of this process."""
-        mine = self.place.rank * self.micro_batch * self.place.micro_steps
+        mine = self.shard.rank * self.micro_batch * self.shard.micro_steps
         for step in range(first_step, last_step):
             start = step % self.steps_per_epoch * self.batch_size + mine
-            for micro in range(self.place.micro_steps):
+            for micro in range(self.shard.micro_steps):
                 yield self.epoch_of(step), start + micro * self.micro_batch
 
     def _read(self, first_step: int, last_step: int) -> Iterator[Tensor]:
@@ -196,17 +196,17 @@ class EvalStream(_Stream):
         view: View,
         *,
         batch_size: int,
-        place: Place = Place(),  # noqa: B008 (a tuple)
+        shard: Shard = Shard(),  # noqa: B008 (a tuple)
         device: torch.device | str = "cpu",
         path: str = "auto",
         workers: int = 0,
         bad: frozenset[int] = frozenset(),
     ) -> None:
-        super().__init__(image_set, view, place, device, path, workers, bad)
+        super().__init__(image_set, view, shard, device, path, workers, bad)
         if batch_size < 1:
             raise OptionError(f"batch_size is {batch_size}: it must be at least 1.")
         self.batch_size = batch_size
-        n, rank, world = len(image_set), place.rank, place.world
+        n, rank, world = len(image_set), shard.rank, shard.world
         self.first, self.last = n * rank // world, n * (rank + 1) // world
         self._count = math.ceil(math.ceil(n / world) / batch_size)
         self._samples = Samples(image_set, view, self.bad)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dmst.data import chance
-from dmst.data.batch import Place
+from dmst.data.batch import Shard
 from dmst.errors import OptionError
 
 ROUND = 256  # timm's, after DeiT
@@ -33,12 +33,12 @@ def epoch_order(images: int, seed: int, epoch: int, repeats: int, batch_size: in
     return (order[place // repeats] + copy * chance.COPY)[torch.argsort(place // batch_size * repeats + copy, stable=True)]
 
 
-def micro_batch(images: int, batch_size: int, place: Place, repeats: int, pairs: bool) -> int:
+def micro_batch(images: int, batch_size: int, shard: Shard, repeats: int, pairs: bool) -> int:
     """How many samples this process takes at a time; or an error that says why it cannot."""
-    parts = place.world * place.micro_steps
+    parts = shard.world * shard.micro_steps
     if batch_size < 1 or batch_size % parts:
         raise OptionError(
-            f"batch_size is {batch_size}: it must divide into {place.world} processes x {place.micro_steps} micro-steps; "
+            f"batch_size is {batch_size}: it must divide into {shard.world} processes x {shard.micro_steps} micro-steps; "
             f"try --batch {max(1, round(batch_size / parts)) * parts}."
         )
     length = epoch_length(images, repeats)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst.data.loader import EvalStream, Place
+from dmst.data.loader import EvalStream, Shard
 from dmst.data.sets import ImageSet, with_classes
 from dmst.engine import prepare
 from dmst.engine.distributed import Group, joined
@@ -116,8 +116,8 @@ def evaluate_weights(
         model.to(group.device)
         view = prepare.view_of(model, crop_pct)
         size = min(batch_size, len(image_set))
-        place = Place(group.rank, group.world)
-        stream = EvalStream(image_set, view, batch_size=size, place=place, device=group.device, workers=workers)
+        shard = Shard(group.rank, group.world)
+        stream = EvalStream(image_set, view, batch_size=size, shard=shard, device=group.device, workers=workers)
         return evaluate(model, stream, group, amp=amp, tick=tick), image_set
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dmst.data.loader import Batch, Place, TrainStream
+from dmst.data.loader import Batch, Shard, TrainStream
 from dmst.engine import prepare
 from dmst.engine.distributed import Group
 from dmst.engine.sections import Recipe
@@ -54,9 +54,9 @@ def join(runs: Sequence[Run]) -> None:
 def stream_of(work: Work, sets: prepare.Sets, device: torch.device, *, compiled: bool = False) -> TrainStream:
     run, data = work.recipe.run, work.recipe.data
     view = prepare.view_of(work.model, data.crop_pct)
-    place = Place(micro_steps=run.accumulate)
+    shard = Shard(micro_steps=run.accumulate)
     return TrainStream(
-        sets.train, view, work.recipe.augment, batch_size=run.batch_size, seed=run.seed, place=place, device=device,
+        sets.train, view, work.recipe.augment, batch_size=run.batch_size, seed=run.seed, shard=shard, device=device,
         path=data.path, bad=sets.bad_train, compiled=compiled,
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 import dmst
 from dmst import atomic, provenance
-from dmst.data.loader import EvalStream, Place, TrainStream
+from dmst.data.loader import EvalStream, Shard, TrainStream
 from dmst.engine import journal, prepare
 from dmst.engine.checkpoint import Snapshot
 from dmst.engine.console import Clock, Quiet
@@ -142,7 +142,7 @@ class _Loop:
             shared: dict[str, Any] = {"device": group.device, "path": recipe.data.path, "workers": workers}
             self.stream = TrainStream(
                 self.sets.train, view, recipe.augment, batch_size=run.batch_size, seed=run.seed, bad=self.sets.bad_train,
-                place=Place(group.rank, group.world, run.accumulate), compiled=run.compile or self.work.recorded, **shared,
+                shard=Shard(group.rank, group.world, run.accumulate), compiled=run.compile or self.work.recorded, **shared,
             )  # fmt: skip
             self.steps = recipe.schedule.epochs * self.stream.steps_per_epoch
             self.eval_stream = None
@@ -150,7 +150,7 @@ class _Loop:
                 size = run.eval_batch_size or run.batch_size // run.accumulate // group.world
                 self.eval_stream = EvalStream(
                     self.sets.eval, view, batch_size=min(size, len(self.sets.eval)), bad=self.sets.bad_eval,
-                    place=Place(group.rank, group.world), **shared,
+                    shard=Shard(group.rank, group.world), **shared,
                 )  # fmt: skip
         self._resume(allow_change)
         if group.main:
