@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 
+from dmst import tracing
 from dmst.operators import create, orthonormal
 from dmst.operators.orthonormal import OrthonormalLinear, orthonormal_rows
 from tests.cases import tokens
@@ -69,7 +70,7 @@ def test_the_gradient_on_the_manifold_is_that_of_gram_schmidt(recorded: bool, mo
     h = torch.randn(7, 7, dtype=torch.float64)
     (expected,) = torch.autograd.grad((orthonormal_rows(layer.weight) * h).sum(), layer.weight)
     if recorded:
-        monkeypatch.setattr(watched, "recorded", lambda x: True)
+        monkeypatch.setattr(tracing, "recorded", lambda x: True)
         monkeypatch.setattr(orthonormal, "is_orthonormal", lambda w: pytest.fail("a value was looked at"))
     basis = layer.basis()
     assert torch.equal(basis, layer.weight)

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 
-from dmst import cli
+from dmst import atomic, cli
 from dmst.engine import evaluate, train, work
 from dmst.engine.folder import RunFolder
 from dmst.engine.muon import Muon
@@ -102,7 +102,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "in a file of a checkpoint": lambda: at_half("optim.safetensors", "-6/", 5),
     "before its rename": lambda: at_audit("os.rename", ".tmp-", "step_00000006"),
     "after its rename": lambda: at_call(
-        whole, "sync", 9
+        atomic, "sync", 9
     ),  # of the run, three of its files; then by step: folder, its parent, that again
     "while the oldest is removed": lambda: at_audit("os.remove", "model.safetensors"),
     "before the last one is removed": lambda: at_audit("os.rename", "dead.step_00000006"),  # no other save follows
