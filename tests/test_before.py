@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import dmst
-from dmst.engine.train import train
+from dmst.engine.train_loop import train
 from tests.runs import EVERYTHING, digests, tiny
 
 BEFORE = Path(__file__).parent / "fixtures/before"

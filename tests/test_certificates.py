@@ -19,7 +19,7 @@ from dmst import cli, create_model, objective
 from dmst.analysis import certificates
 from dmst.analysis.certificates import QUANTITIES, Certificate, ascending, certificate_of, certify, descent, rate_by_head
 from dmst.cli.analyze.certify import COLUMNS
-from dmst.engine.train import train
+from dmst.engine.train_loop import train
 from dmst.errors import OptionError, Stopped, UnknownNameError
 from dmst.kernels import Form, reference
 from dmst.models import VisionModel, load_model
@@ -433,7 +433,7 @@ def test_a_judge_is_not_asked_at_the_end(tmp_path: Path, monkeypatch: pytest.Mon
         heard.append(len(evaluations))
         return ""
 
-    assert train(recipe, tmp_path / "run", device="cpu", judge=judge).score is not None and heard == [1]
+    assert train(recipe, tmp_path / "run", device="cpu", stop_rule=judge).score is not None and heard == [1]
     with pytest.raises(Stopped, match=r"Enough. Stopped after step 1 of 2, which is saved") as stop:
-        train(recipe, tmp_path / "other", device="cpu", judge=lambda evaluations: "Enough.")
+        train(recipe, tmp_path / "other", device="cpu", stop_rule=lambda evaluations: "Enough.")
     assert stop.value.exit_code == 3

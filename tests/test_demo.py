@@ -28,7 +28,7 @@ from dmst.demo.runs import Job, Run, _end, _hear, _next, told, train_all
 from dmst.engine import journal
 from dmst.engine.folder import RunFolder
 from dmst.engine.recipe import differences, read_recipe
-from dmst.engine.train import train
+from dmst.engine.train_loop import train
 from dmst.errors import DmstError, MissingExtraError, OptionError, SaveError, Stopped
 from dmst.terminal import Terminal
 from tests.test_report import check_page

@@ -14,8 +14,8 @@ from dmst.data.loader import TrainStream, View
 from dmst.engine import prepare, several
 from dmst.engine.distributed import joined
 from dmst.engine.recipe import read_recipe
-from dmst.engine.train import train
-from dmst.engine.work import without_cudnn_attention
+from dmst.engine.train_loop import train
+from dmst.engine.train_step import without_cudnn_attention
 from tests.runs import Cut, CutAfter, digests, tensors, tiny
 
 pytestmark = [

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from dmst.engine import prepare, train, work
+from dmst.engine import prepare, train_loop, train_step
 from dmst.engine.recipe import Recipe
 from tests.runs import EVERYTHING, CutAfter, digests, on_pictures, pictures, tiny
 
@@ -62,19 +62,23 @@ def group(work: Callable[[int], Any], world: int = 2) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def told(result: train.Result) -> dict[str, Any]:
+def told(result: train_loop.Result) -> dict[str, Any]:
     score = result.score
-    return {"counts": [*score[:3], *score.by_class], "loss": score.loss, "digest": train.digest_of(result.model.state_dict())}
+    return {
+        "counts": [*score[:3], *score.by_class],
+        "loss": score.loss,
+        "digest": train_loop.digest_of(result.model.state_dict()),
+    }
 
 
 def as_one(place: Path) -> None:
     """Each case with one process and with two: how far the weights are apart, relative to them."""
     for name, (changes, more, dtype) in TWO.items():
         alone, both = tiny(*TWENTY, *changes), tiny(*TWENTY, *changes, *more)
-        one = train.train(alone, place / name / "one", device="cpu", dtype=dtype)
+        one = train_loop.train(alone, place / name / "one", device="cpu", dtype=dtype)
 
         def rank(number: int, both: Recipe = both, where: Path = place / name, dtype: torch.dtype = dtype) -> None:
-            found = train.train(both, where / "two", device="cpu", dtype=dtype)
+            found = train_loop.train(both, where / "two", device="cpu", dtype=dtype)
             (where / f"{number}.json").write_text(json.dumps(told(found)))
 
         codes = group(rank)
@@ -94,7 +98,7 @@ def failures(place: Path) -> None:
     recipe = on_pictures(pictures(place / "data"), *EVERYTHING, "run.accumulate=1")
 
     def fails(kind: str, number: int, where: Path) -> None:
-        calls, real = [0], work.F.cross_entropy
+        calls, real = [0], train_step.F.cross_entropy
 
         def broken(*args: Any, **options: Any) -> Any:
             calls[0] += 1
@@ -113,31 +117,31 @@ def failures(place: Path) -> None:
                 return real_open(*args, look=look, **options)
 
             prepare.open_sets = slow  # type: ignore[assignment]
-            train.train(recipe, where, device="cpu", timeout=1.0)
+            train_loop.train(recipe, where, device="cpu", timeout=1.0)
         elif kind == "weights":  # of one process, changed behind its back
-            real_step = work.Work.finish
+            real_step = train_step.TrainStep.finish
 
-            def finish(self: work.Work, step: int, *args: Any) -> Any:
+            def finish(self: train_step.TrainStep, step: int, *args: Any) -> Any:
                 found = real_step(self, step, *args)
                 with torch.no_grad():
                     self.model.head.bias += 1e-3 * number * (step == 1)
                 return found
 
-            work.Work.finish = finish  # type: ignore[method-assign]
-            train.train(recipe, where, device="cpu")
+            train_step.TrainStep.finish = finish  # type: ignore[method-assign]
+            train_loop.train(recipe, where, device="cpu")
         elif kind == "network":  # a file of weights that one machine has not
             real_build = prepare.build_model
             prepare.build_model = lambda *args: (_ for _ in ()).throw(OSError("no such file")) if number else real_build(*args)
-            train.train(recipe, where, device="cpu")
+            train_loop.train(recipe, where, device="cpu")
         else:
-            work.F.cross_entropy = broken
-            train.train(recipe, where, device="cpu")
+            train_step.F.cross_entropy = broken
+            train_loop.train(recipe, where, device="cpu")
 
-    train.train(recipe, place / "alone", device="cpu")  # what is imported on first use is imported now
+    train_loop.train(recipe, place / "alone", device="cpu")  # what is imported on first use is imported now
     for kind in ("error", "memory", "death", "scan", "weights", "network"):
         began = time.monotonic()
         codes = group(lambda number, kind=kind: fails(kind, number, place / kind))  # type: ignore[misc]
-        steps = train.RunFolder(place / kind).steps()
+        steps = train_loop.RunFolder(place / kind).steps()
         print(json.dumps({"kind": kind, "codes": codes, "seconds": time.monotonic() - began, "steps": steps}), flush=True)
 
 
@@ -146,7 +150,7 @@ def cut_off(place: Path) -> None:
     recipe = on_pictures(pictures(place / "data"), *EVERYTHING, "run.batch_size=24", "run.accumulate=1")
 
     def run(name: str, step: int) -> list[int]:
-        return group(lambda number: train.train(recipe, place / name, device="cpu", watch=CutAfter(step)), 3)
+        return group(lambda number: train_loop.train(recipe, place / name, device="cpu", watch=CutAfter(step)), 3)
 
     codes = [run("whole", 99), run("cut", 5), run("cut", 99)]
     last = "checkpoints/step_00000008"
@@ -203,7 +207,7 @@ import torch
 from dmst.engine.console import Lines
 from dmst.engine.muon import Muon
 from dmst.engine.recipe import read_recipe
-from dmst.engine.train import train
+from dmst.engine.train_loop import train
 
 torch.set_num_threads(1)
 place, first = Path(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

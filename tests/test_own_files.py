@@ -15,10 +15,10 @@ from PIL import Image
 
 from dmst import atomic, cli
 from dmst.engine import journal
-from dmst.engine import train as engine
+from dmst.engine import train_loop as engine
 from dmst.engine.folder import RunFolder
 from dmst.engine.prepare import evaluated_by
-from dmst.engine.train import Result, train
+from dmst.engine.train_loop import Result, train
 from dmst.errors import BadFileError, DmstError, OptionError, SaveError
 from dmst.models import create_model, save_model
 from tests.runs import SAVED, Cut, CutAfter, digests, on_pictures, pictures, tiny

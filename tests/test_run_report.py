@@ -19,7 +19,7 @@ from dmst.analysis.run_journal import Run, binned, in_time, spread
 from dmst.analysis.run_pictures import Sample, examples, memberships, pixels_of
 from dmst.analysis.run_report import write_run_report
 from dmst.engine.recipe import read_recipe
-from dmst.engine.train import Result, train
+from dmst.engine.train_loop import Result, train
 from dmst.models import VisionModel
 from dmst.words import short
 from tests.test_report import check_page

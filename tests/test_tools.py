@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dmst
 from dmst.engine.folder import RunFolder
-from dmst.engine.train import train
+from dmst.engine.train_loop import train
 from dmst.models import VisionModel, create_model, load_model, save_model, shipped
 from dmst.operators import create
 from dmst.operators.orthonormal import OrthonormalLinear

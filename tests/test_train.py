@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dmst.data.loader import Batch, TrainStream
-from dmst.engine import prepare, work
-from dmst.engine import train as engine
+from dmst.engine import prepare, train_step
+from dmst.engine import train_loop as engine
 from dmst.engine.console import Quiet
 from dmst.engine.distributed import Group
 from dmst.engine.evaluate import Score, evaluate_weights
@@ -26,8 +26,8 @@ from dmst.engine.folder import RunFolder
 from dmst.engine.muon import Muon, orthogonal
 from dmst.engine.optim import Mean, Optimizer, lr_factor
 from dmst.engine.recipe import Recipe, from_toml
-from dmst.engine.train import Result, train
-from dmst.engine.work import MOST_SKIPS, Work
+from dmst.engine.train_loop import Result, train
+from dmst.engine.train_step import MOST_SKIPS, TrainStep
 from dmst.errors import ConfigError, DeviceMemoryError, DmstError, NonFiniteError, OptionError, Stopped
 from dmst.models import VisionModel, create_model, load_model, save_model
 from dmst.operators.orthonormal import OrthonormalLinear, is_orthonormal
@@ -334,9 +334,9 @@ def spoilt(field: str, value: float, at: int) -> Callable[..., Iterator[Batch]]:
 
 def bad_gradient(value: float, at: int) -> Callable[..., None]:
     """A gradient that goes wrong in the last micro-step of step `at`."""
-    real, seen = Work._close, [0]
+    real, seen = TrainStep._close, [0]
 
-    def close(self: Work, scaled: bool) -> None:
+    def close(self: TrainStep, scaled: bool) -> None:
         if seen[0] == at:
             self.model.head.weight.grad[1, 2] = value
         seen[0] += 1
@@ -350,8 +350,8 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "inf in the input": (TrainStream, "batches", spoilt("images", math.inf, 4), "the images hold NaN or infinity"),
     "nan in the loss": (TrainStream, "batches", spoilt("targets", math.nan, 4), "the loss is nan"),
     "inf in the loss": (TrainStream, "batches", spoilt("targets", math.inf, 4), "the loss is inf"),
-    "nan in a gradient": (Work, "_close", bad_gradient(math.nan, 4), "the gradient of head.weight holds NaN or infinity"),
-    "inf in a gradient": (Work, "_close", bad_gradient(-math.inf, 4), "the gradient of head.weight holds NaN or infinity"),
+    "nan in a gradient": (TrainStep, "_close", bad_gradient(math.nan, 4), "the gradient of head.weight holds NaN or infinity"),
+    "inf in a gradient": (TrainStep, "_close", bad_gradient(-math.inf, 4), "the gradient of head.weight holds NaN or infinity"),
 }
 
 
@@ -375,7 +375,7 @@ def test_a_step_that_is_not_finite_is_not_taken(fault: str, reference: Result, t
 
 
 def test_memory_that_does_not_suffice(reference: Result, tmp_path: Path) -> None:
-    real, calls = work.F.cross_entropy, [0]
+    real, calls = train_step.F.cross_entropy, [0]
 
     def hungry(*args: Any, **options: Any) -> Tensor:
         calls[0] += 1
@@ -384,7 +384,7 @@ def test_memory_that_does_not_suffice(reference: Result, tmp_path: Path) -> None
         return real(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work.F, "cross_entropy", hungry)
+        patch.setattr(train_step.F, "cross_entropy", hungry)
         patch.setattr(engine, "evaluate", lambda *_, **__: Score(359, 1, 1, 1.0, []))
         with pytest.raises(DeviceMemoryError, match=r"step 7 does not fit on cpu: 8 images of 8 x 8 pixels at a time") as error:
             go(tiny(*EVERYTHING), tmp_path)
@@ -441,18 +441,18 @@ def stream_of(recipe: Recipe, model: nn.Module) -> TrainStream:
 def test_fp16_skips_steps_that_overflow_and_gives_up_after_twenty(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tiny("run.amp=fp16", "optim.model_ema=0.9")
     model = prepare.build_model(recipe, "0123456789")
-    one = Work(model, recipe, CPU)
+    one = TrainStep(model, recipe, CPU)
     stream = stream_of(recipe, model)
     batches = stream.batches(0, 10**6)
-    real, bad = Work._close, [False]
+    real, bad = TrainStep._close, [False]
 
-    def close(self: Work, scaled: bool) -> None:
+    def close(self: TrainStep, scaled: bool) -> None:
         if bad[0]:
             self.model.head.weight.grad[0, 0] = math.inf
         real(self, scaled)
 
-    monkeypatch.setattr(Work, "_close", close)
-    monkeypatch.setattr(work, "GROW", 3)
+    monkeypatch.setattr(TrainStep, "_close", close)
+    monkeypatch.setattr(train_step, "GROW", 3)
 
     def step(number: int, overflow: bool) -> bool:
         """Whether the weights moved."""
@@ -476,21 +476,21 @@ def test_fp16_gradients_have_their_own_scale() -> None:
     for scale in (2.0**10, 2.0**13):
         recipe = tiny("run.amp=fp16")
         model = prepare.build_model(recipe, "0123456789")
-        one = Work(model, recipe, CPU)
+        one = TrainStep(model, recipe, CPU)
         one.scale = scale
         norms.append(one.step(0, stream_of(recipe, model).batches(0, 1), 16.0, 1.0, list).norm)
     exact = prepare.build_model(recipe, "0123456789")
-    norms.append(Work(exact, tiny(), CPU).step(0, stream_of(recipe, exact).batches(0, 1), 16.0, 1.0, list).norm)
+    norms.append(TrainStep(exact, tiny(), CPU).step(0, stream_of(recipe, exact).batches(0, 1), 16.0, 1.0, list).norm)
     assert norms[0] == pytest.approx(norms[1], rel=1e-2) and norms[0] == pytest.approx(norms[2], rel=3e-2)
 
 
 def test_the_scaler_is_brought_back(tmp_path: Path) -> None:
     recipe = tiny(*SAVED, "run.amp=fp16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Work, "_close", bad_gradient(math.inf, 1))
+        patch.setattr(TrainStep, "_close", bad_gradient(math.inf, 1))
         go(recipe, tmp_path / "whole")
         patch.undo()
-        patch.setattr(Work, "_close", bad_gradient(math.inf, 1))
+        patch.setattr(TrainStep, "_close", bad_gradient(math.inf, 1))
         with pytest.raises(Cut):
             go(recipe, tmp_path / "cut", watch=CutAfter(7))
     go(recipe, tmp_path / "cut")
@@ -668,7 +668,7 @@ def test_what_older_compilers_get_wrong_is_switched_off(
     asked: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda model, **given: asked.append(given) or model)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-    work._compiled(nn.Identity(), torch.device(device))
+    train_step._compiled(nn.Identity(), torch.device(device))
     assert asked == [{"dynamic": False, "options": options}]
     assert "comprehensive_padding" in torch._inductor.list_options()
 
@@ -679,7 +679,7 @@ def test_training_never_takes_cudnns_attention(again: str) -> None:
     seen: list[bool] = []
     model = create_model("vit_digits", dim=16, depth=1, num_heads=2)
     model.blocks[0].operator.register_forward_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    at_work = Work(model, tiny(f"run.grad_checkpointing={again}"), CPU)
+    at_work = TrainStep(model, tiny(f"run.grad_checkpointing={again}"), CPU)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     model.train()
     at_work._add(Batch(torch.randn(2, 1, 8, 8), torch.eye(10)[:2], torch.arange(2), torch.ones(2), torch.arange(2)))

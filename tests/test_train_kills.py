@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from dmst import atomic, cli
-from dmst.engine import evaluate, train, work
+from dmst.engine import evaluate, train_loop, train_step
 from dmst.engine.folder import RunFolder
 from dmst.engine.muon import Muon
 from dmst.engine.recipe import Recipe
@@ -117,14 +117,14 @@ KINDS: dict[str, Callable[[], None]] = {
 def both_signals() -> None:
     """The first asks to stop; the second, before the step is over, does not wait for it."""
     os.kill(os.getpid(), signal.SIGINT)
-    at_call(work.F, "cross_entropy", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    at_call(train_step.F, "cross_entropy", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
 def by_slurm() -> None:
     """To torchrun and to each of its processes; torchrun passes it on, so it comes twice."""
     os.environ["TORCHELASTIC_RUN_ID"] = "job"
     os.kill(os.getpid(), signal.SIGTERM)
-    at_call(work.F, "cross_entropy", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    at_call(train_step.F, "cross_entropy", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 SIGNALS: dict[str, Callable[[], None]] = {
@@ -164,7 +164,7 @@ def names(run: Path) -> list[str]:
 def compared(run: Path, whole_run: Path) -> dict[str, Any]:
     """What differs between two runs."""
     mine, theirs = digests(run), digests(whole_run)
-    journals = [told(list(train.journal.read(each / "journal.jsonl"))) for each in (run, whole_run)]
+    journals = [told(list(train_loop.journal.read(each / "journal.jsonl"))) for each in (run, whole_run)]
     for event in [event for each in journals for event in each]:
         event.pop("layers", None)  # a probe of the command's
     journals = [[event for event in each if event["event"] != "stopped"] for each in journals]
@@ -179,7 +179,7 @@ def compared(run: Path, whole_run: Path) -> dict[str, Any]:
 def warm(place: Path, *more: str) -> tuple[Recipe, Path]:
     """A recipe, and an undisturbed run of it: what is imported on first use is imported then."""
     recipe = on_pictures(pictures(place / "data"), *EVERYTHING, *more)
-    train.train(recipe, place / "whole", device="cpu")
+    train_loop.train(recipe, place / "whole", device="cpu")
     return recipe, place / "whole"
 
 
@@ -190,11 +190,11 @@ def kills(place: Path) -> None:
 
         def killed(arm: Callable[[], None] = arm, run: Path = run) -> None:
             arm()
-            train.train(recipe, run, device="cpu")
+            train_loop.train(recipe, run, device="cpu")
 
         _, status = os.waitpid(in_child(killed), 0)
         newest = RunFolder(run).newest()
-        train.train(recipe, run, device="cpu")
+        train_loop.train(recipe, run, device="cpu")
         found = {"kind": kind, "status": status, "from": newest.step if newest else 0}
         print(json.dumps(found | compared(run, whole_run)), flush=True)
 
@@ -208,7 +208,7 @@ def signals(place: Path) -> None:
         sys.argv = ["dmst", "train", str(place / "recipe.toml"), "--out", str(run), "--device", "cpu", "--no-report"]
 
         def stopped(act: Callable[[], None] = act) -> None:
-            at_call(work.F, "cross_entropy", 9, act)  # the first of two micro-steps of the fifth step
+            at_call(train_step.F, "cross_entropy", 9, act)  # the first of two micro-steps of the fifth step
             cli.main()
 
         began = time.monotonic()
@@ -227,7 +227,7 @@ def random_times(place: Path) -> None:
     chance = random.Random(0)
 
     def run(where: Path, wait: float = 60.0, leader_alone: bool = False) -> int:
-        child = in_child(lambda: train.train(recipe, where, device="cpu", workers=2), group=True)
+        child = in_child(lambda: train_loop.train(recipe, where, device="cpu", workers=2), group=True)
         handle = os.pidfd_open(child)
         select.select([handle], [], [], wait)
         os.close(handle)
@@ -313,7 +313,7 @@ def test_a_disk_that_fails_keeps_the_old_checkpoint(
     number: int, kind: type[SaveError], code: int, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = on_pictures(data, *EVERYTHING)
-    train.train(recipe, tmp_path / "whole", device="cpu")
+    train_loop.train(recipe, tmp_path / "whole", device="cpu")
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
     with pytest.MonkeyPatch.context() as patch:
         fails(patch, number, "-6/", "ema.safetensors")
@@ -335,14 +335,14 @@ def test_a_disk_that_fails_keeps_the_old_checkpoint(
     assert f"{tmp_path}/run/checkpoints/step_00000006 could not be written ({os.strerror(number)}): it needs " in said
     assert "are free there" in said and said.count("\n") == 1
     assert RunFolder(tmp_path / "run").newest().step == 3 and RunFolder(tmp_path / "run").steps() == [3]
-    train.train(recipe, tmp_path / "run", device="cpu")
+    train_loop.train(recipe, tmp_path / "run", device="cpu")
     assert compared(tmp_path / "run", tmp_path / "whole") == SAME
 
 
 def test_a_run_may_go_on_without_room(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither checkpoints nor lines of the journal find room for some steps: what comes after is as if they had."""
     recipe = on_pictures(data, *EVERYTHING)
-    train.train(recipe, tmp_path / "whole", device="cpu")
+    train_loop.train(recipe, tmp_path / "whole", device="cpu")
     full = [False]
     real = pathlib.Path.open
 
@@ -362,7 +362,7 @@ def test_a_run_may_go_on_without_room(data: Path, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(pathlib.Path, "open", opened)
     watch = Fills(99)
-    result = train.train(recipe, tmp_path / "run", device="cpu", watch=watch, keep_going_on_full_disk=True)
+    result = train_loop.train(recipe, tmp_path / "run", device="cpu", watch=watch, keep_going_on_full_disk=True)
     assert [event["step"] for event in result.journal if event["event"] == "checkpoint"] == [3, 9, 12]
     found = compared(tmp_path / "run", tmp_path / "whole")
     assert found["bits"] == [] and found["files"] == [] and found["lines"] == []
@@ -371,7 +371,7 @@ def test_a_run_may_go_on_without_room(data: Path, tmp_path: Path, monkeypatch: p
     assert "step_00000006 could not be written" in watch.said and "Training goes on, as asked." in watch.said
     full[0] = False
     with pytest.raises(FullDiskError, match=r"journal\.jsonl could not be written \(No space left on device\)"):
-        train.train(recipe, tmp_path / "other", device="cpu", watch=Fills(99))
+        train_loop.train(recipe, tmp_path / "other", device="cpu", watch=Fills(99))
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -393,7 +393,7 @@ def test_a_folder_that_vanishes(replaced: bool, data: Path, tmp_path: Path) -> N
     for step, newest, message in ((4, 3, r"journal\.jsonl could not be written"), (9, 6, "was moved away or replaced"),
                                   (13, 12, "final could not be written .the folder of the run was moved away or")):  # fmt: skip
         with pytest.raises(SaveError, match=message):
-            train.train(recipe, run, device="cpu", watch=Moves(step))
+            train_loop.train(recipe, run, device="cpu", watch=Moves(step))
         assert os.listdir(run) == [] if replaced else not run.exists()
         assert RunFolder(away).newest().step == newest
         shutil.rmtree(away)

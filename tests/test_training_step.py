@@ -26,8 +26,8 @@ from dmst.engine import prepare
 from dmst.engine.console import Quiet
 from dmst.engine.distributed import Group
 from dmst.engine.recipe import Recipe
-from dmst.engine.train import train
-from dmst.engine.work import Told, Work
+from dmst.engine.train_loop import train
+from dmst.engine.train_step import StepMetrics, TrainStep
 from dmst.errors import NonFiniteError
 from dmst.models import VisionModel
 from tests.runs import on_pictures, pictures, tensors, tiny
@@ -92,7 +92,9 @@ class ByHand:
         self.state = {f"{n}.{kind}": torch.zeros_like(p) for n, p in self.weights.items() for kind in kinds[n]}
         self.mean = {name: x.clone() for name, x in self.net.state_dict().items()}
 
-    def step(self, step: int, batches: Sequence[Batch], count: float, lr: float, matrix_lr: float = 0.0, rank: int = 0) -> Told:
+    def step(
+        self, step: int, batches: Sequence[Batch], count: float, lr: float, matrix_lr: float = 0.0, rank: int = 0
+    ) -> StepMetrics:
         """One step on all micro-batches as one: the loss is the mean over all images that count."""
         k, loss, right = self.knobs, torch.zeros((), dtype=torch.float64), 0
         for micro, batch in enumerate(batches):
@@ -117,7 +119,7 @@ class ByHand:
             decay = min(k["model_ema"], (1 + step) / (10 + step))
             for name, x in self.net.state_dict().items():
                 self.mean[name] = decay * self.mean[name] + (1 - decay) * x if x.is_floating_point() else x.clone()
-        return Told(loss.item(), right / count, norm)
+        return StepMetrics(loss.item(), right / count, norm)
 
     def adamw(self, name: str, weight: Tensor, g: Tensor, lr: float) -> None:
         """Loshchilov and Hutter, "Decoupled weight decay regularization", algorithm 2, the decay times the rate as in torch."""
@@ -149,7 +151,7 @@ def agree(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert not {name: value for name, value in off.items() if not value <= 1e-12}
 
 
-def agree_with(work: Work, hand: ByHand) -> None:
+def agree_with(work: TrainStep, hand: ByHand) -> None:
     agree(work.model.state_dict(), hand.net.state_dict())
     kept = {name: x for name, x in work.optimizer.state().items() if not name.endswith(".step")}
     agree(kept, hand.state)
@@ -177,13 +179,13 @@ def network(recipe: Recipe) -> VisionModel:
     return model
 
 
-def both(recipe: Recipe, knobs: dict[str, Any], group: Group | None = None) -> tuple[Work, ByHand]:
+def both(recipe: Recipe, knobs: dict[str, Any], group: Group | None = None) -> tuple[TrainStep, ByHand]:
     model = network(recipe)
     hand = ByHand(model, knobs)
-    return Work(model, recipe, group or Group(CPU)), hand
+    return TrainStep(model, recipe, group or Group(CPU)), hand
 
 
-def beside(work: Work, hand: ByHand, batches: TrainStream, steps: int, rank: int = 0) -> list[Told]:
+def beside(work: TrainStep, hand: ByHand, batches: TrainStream, steps: int, rank: int = 0) -> list[StepMetrics]:
     """Some steps of both, at a rate that changes from step to step, each compared."""
     told, micro_steps = [], work.recipe.run.accumulate
     given = list(batches.batches(0, steps))
@@ -226,7 +228,7 @@ def test_what_muon_leaves_to_adamw() -> None:
     model = network(recipe)
     assert model.get_parameter("blocks.0.operator.assign.weight").shape == (8, 8)
     hand = ByHand(model, knobs, [name for name in BLOCK if "mlp" not in name])
-    beside(Work(model, recipe, Group(CPU)), hand, stream(), 2)
+    beside(TrainStep(model, recipe, Group(CPU)), hand, stream(), 2)
 
 
 @pytest.mark.parametrize("family", ["tost", "vit", "crate"])
@@ -338,15 +340,15 @@ def test_masks_are_functions_of_the_step_alone(drop: str) -> None:
     recipe = tiny(*PLAIN, name, f"model.options.{drop}=0.3", *settings(OFF))
     batch = next(stream().batches(0, 1))
 
-    def losses(work: Work, *steps: int) -> list[float]:
+    def losses(work: TrainStep, *steps: int) -> list[float]:
         return [work.step(step, iter([batch]), BATCH, 0.0, list).loss for step in steps]
 
-    first = losses(Work(network(recipe), recipe, Group(CPU)), 0, 1, 2, 1, 0)
+    first = losses(TrainStep(network(recipe), recipe, Group(CPU)), 0, 1, 2, 1, 0)
     assert len(set(first)) == 3 and first[3:] == first[1::-1]
-    resumed = Work(network(recipe), recipe, Group(CPU))
+    resumed = TrainStep(network(recipe), recipe, Group(CPU))
     torch.manual_seed(17)  # what others drew does not matter
     assert losses(resumed, 1) == first[1:2]
-    assert not set(losses(Work(network(recipe), recipe, Group(CPU, rank=1)), 0, 1)) & set(first)
+    assert not set(losses(TrainStep(network(recipe), recipe, Group(CPU, rank=1)), 0, 1)) & set(first)
 
 
 # --- numbers that are not finite, and those of fp16 ------------------------------------------------------------------
@@ -360,7 +362,7 @@ class Spoilt:
         model.head.weight.register_hook(lambda gradient: gradient * math.inf if self.on else gradient)
 
 
-def kept_of(work: Work) -> list[Tensor]:
+def kept_of(work: TrainStep) -> list[Tensor]:
     mean = {} if work.mean is None else work.mean.model.state_dict()
     return [x.clone() for part in (work.model.state_dict(), work.optimizer.state(), mean) for x in part.values()]
 
@@ -420,7 +422,7 @@ def test_orthonormal_matrices_go_back_to_their_manifold() -> None:
     name = "blocks.0.operator.subspace.weight"
     with torch.no_grad():
         model.get_parameter(name).copy_(gram_schmidt(model.get_parameter(name).detach()))
-    hand, work = ByHand(model, ON), Work(model, recipe, Group(CPU))
+    hand, work = ByHand(model, ON), TrainStep(model, recipe, Group(CPU))
     for step, batch in enumerate(stream().batches(0, 3)):
         work.step(step, iter([batch]), BATCH, 1.0, list)
         before = hand.mean[name]

@@ -181,7 +181,7 @@ def rate_by_head(projected: Tensor, membership: Tensor, gate: Tensor | None, *, 
 
 
 def descent(model: VisionModel, images: Tensor) -> dict[str, Any]:
-    """A probe for `dmst.engine.train`: one number a layer, None where there is no rate.
+    """A probe for `dmst.engine.train_loop`: one number a layer, None where there is no rate.
 
     {"images": 64, "c": 1.0, "change": [-0.21, 0.04],   mean change of the rate, frozen
      "descends": [1.0, 0.3], "guaranteed": [0.9, 0.0]}  shares of the images

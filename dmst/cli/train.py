@@ -88,8 +88,8 @@ def train(
     from dmst.engine import journal
     from dmst.engine.console import watcher
     from dmst.engine.recipe import read_recipe
-    from dmst.engine.train import Probe, Result
-    from dmst.engine.train import train as run
+    from dmst.engine.train_loop import Probe, Result
+    from dmst.engine.train_loop import train as run
     from dmst.errors import OptionError
 
     name, sugar = _recipe_of(recipe, data, model, init_from, data_dir)
@@ -117,7 +117,7 @@ def train(
 
     run(
         plan, out, data_dir=data_dir, device=device, workers=workers, watch=watcher(quiet), probes=probes,
-        judge=ascending if stop_ascending else None, listeners=listeners, report=None if no_report else report,
+        stop_rule=ascending if stop_ascending else None, listeners=listeners, report=None if no_report else report,
         allow_config_change=allow_config_change, keep_going_on_full_disk=keep_going_on_full_disk, timeout=timeout,
     )  # fmt: skip
 

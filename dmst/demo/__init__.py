@@ -29,7 +29,7 @@ from dmst.demo.runs import Job, Run, train_all
 from dmst.engine.folder import RunFolder
 from dmst.engine.prepare import RECIPE
 from dmst.engine.recipe import Recipe
-from dmst.engine.train import FINAL, versions
+from dmst.engine.train_loop import FINAL, versions
 from dmst.errors import OptionError, SaveError, Stopped, need
 from dmst.models import load_model, model_config
 from dmst.terminal import Terminal

@@ -21,7 +21,7 @@ from dmst.demo import Results, summary
 from dmst.demo.runs import Run
 from dmst.engine.prepare import view_of
 from dmst.engine.recipe import read_recipe
-from dmst.engine.train import versions
+from dmst.engine.train_loop import versions
 from dmst.models import Trace, VisionModel
 from dmst.words import html
 

@@ -22,7 +22,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dmst.engine.recipe import Recipe, read_recipe
-from dmst.engine.train import train
+from dmst.engine.train_loop import train
 from dmst.errors import DmstError
 from dmst.terminal import Terminal
 

@@ -16,11 +16,11 @@ from dmst.data.loader import Batch, Shard, TrainStream
 from dmst.engine import prepare
 from dmst.engine.distributed import Group
 from dmst.engine.sections import Recipe
-from dmst.engine.work import Told, Work
+from dmst.engine.train_step import StepMetrics, TrainStep
 
 
 class Run(NamedTuple):
-    work: Work
+    work: TrainStep
     stream: TrainStream
     where: Any  # its stream on the device
 
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 def start(recipe: Recipe, sets: prepare.Sets, group: Group) -> Run:
     """A run at its first step."""
     model = prepare.build_model(recipe, sets.train.classes, sets.channels).to(group.device)
-    work = Work(model, recipe, group)
+    work = TrainStep(model, recipe, group)
     stream = stream_of(work, sets, group.device, compiled=recipe.run.compile or work.recorded)
     if group.device.type != "cuda" or work.random:
         return Run(work, stream, nullcontext())
@@ -51,7 +51,7 @@ def join(runs: Sequence[Run]) -> None:
             torch.cuda.current_stream(run.work.group.device).wait_stream(run.where.stream)
 
 
-def stream_of(work: Work, sets: prepare.Sets, device: torch.device, *, compiled: bool = False) -> TrainStream:
+def stream_of(work: TrainStep, sets: prepare.Sets, device: torch.device, *, compiled: bool = False) -> TrainStream:
     run, data = work.recipe.run, work.recipe.data
     view = prepare.view_of(work.model, data.crop_pct)
     shard = Shard(micro_steps=run.accumulate)
@@ -61,7 +61,7 @@ def stream_of(work: Work, sets: prepare.Sets, device: torch.device, *, compiled:
     )  # fmt: skip
 
 
-def step(runs: Sequence[Run], batches: Sequence[Iterator[Batch]], number: int, factor: float) -> list[Told]:
+def step(runs: Sequence[Run], batches: Sequence[Iterator[Batch]], number: int, factor: float) -> list[StepMetrics]:
     """Step `number` of each, learning rates at `factor` of their peaks."""
     for run, its_batches in zip(runs, batches, strict=True):
         with run.where:

@@ -26,7 +26,7 @@ from dmst.engine.distributed import Group, joined
 from dmst.engine.evaluate import evaluate
 from dmst.engine.optim import lr_factor
 from dmst.engine.sections import Recipe
-from dmst.engine.work import without_cudnn_attention
+from dmst.engine.train_step import without_cudnn_attention
 from dmst.errors import DmstError
 from dmst.models import VisionModel, save_model
 from dmst.reproduce import ledger

@@ -39,7 +39,7 @@ from dmst.engine import evaluate, journal
 from dmst.engine.folder import RunFolder
 from dmst.engine.muon import Muon
 from dmst.engine.optim import Mean
-from dmst.engine.work import Work
+from dmst.engine.train_step import TrainStep
 from soak.case import Case
 from tests.runs import EVERYTHING, on_pictures, pictures, told
 from tests.test_checkpoint_kills import FILES, Halves
@@ -376,7 +376,7 @@ CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGINT twice": 130}
 
 def told_to_stop(kind: str, step: int, folder: Path) -> dict[str, Any]:
     run = folder / "run"
-    ended = command(run, arm=lambda: at_call(Work, "step", step, SIGNALS[kind]))
+    ended = command(run, arm=lambda: at_call(TrainStep, "step", step, SIGNALS[kind]))
     assert ended.status == CODES[kind], f"exit status {ended.status} instead of {CODES[kind]}: {ended.said}"
     assert ended.seconds < 10, f"it took {ended.seconds:.1f} s"
     wanted = (step - 1) // EVERY * EVERY if kind == "SIGINT twice" else step
@@ -664,7 +664,7 @@ def dead_worker(which: int, step: int, folder: Path) -> dict[str, Any]:
     def kill_one() -> None:
         os.kill(children_of(os.getpid())[which], signal.SIGKILL)
 
-    ended = command(run, arm=lambda: at_call(Work, "step", step, kill_one), recipe="workers")
+    ended = command(run, arm=lambda: at_call(TrainStep, "step", step, kill_one), recipe="workers")
     refused(ended, 1, "a worker process that reads images has died")
     assert ended.seconds < 30, f"it took {ended.seconds:.1f} s"
     found = newest(run)

@@ -38,7 +38,7 @@ from safetensors.torch import load_file
 from torch.utils.data import get_worker_info
 
 from dmst.data.sets import FileSet
-from dmst.engine import evaluate, prepare, train, work
+from dmst.engine import evaluate, prepare, train_loop, train_step
 from dmst.engine.console import Quiet
 from dmst.engine.distributed import Group
 from dmst.engine.folder import RunFolder
@@ -79,12 +79,12 @@ def event(arm: Act) -> Callable[[Act], None]:
 EVENTS: dict[str, Callable[[Act], None]] = {
     "in a step": call(Muon, "step", 5),
     "in the first step": call(Muon, "step", 1),
-    "before gradients meet": call(work.F, "cross_entropy", 4),
+    "before gradients meet": call(train_step.F, "cross_entropy", 4),
     "in an evaluation": call(evaluate, "_add", 2),
     "in the middle of a save": event(lambda: kills.at_half("optim.safetensors", "/.tmp-", 5)),
     "before a save's rename": event(lambda: kills.at_audit("os.rename", "/.tmp-", "/step_")),
     "while an old checkpoint goes": event(lambda: kills.at_audit("os.remove", "model.safetensors")),
-    "while the checkpoint is read": call(train, "fit", 2),
+    "while the checkpoint is read": call(train_loop, "fit", 2),
     "while the checkpoint is spread": call(Group, "spread", 3),
     "while the processes meet": call(dist, "init_process_group", 1),
     "while the model is written": event(lambda: kills.at_half("model.safetensors", "/.final.")),
@@ -135,7 +135,7 @@ def program(folder: str, run: str, options: str, plan: str) -> None:
             ACTS[act]()
 
         EVENTS[what](acts)
-    train.train(
+    train_loop.train(
         read_recipe(place / "recipe.toml"), run, device="cpu", watch=Told(place / f"first-{start}"), **json.loads(options)
     )
 
@@ -226,7 +226,7 @@ def forked(work: Callable[[int], Any], world: int, notes: Path) -> tuple[list[in
 
 
 def trained(recipe: Recipe, run: Path, world: int) -> None:
-    codes, said = forked(lambda number: train.train(recipe, run, device="cpu"), world, run)
+    codes, said = forked(lambda number: train_loop.train(recipe, run, device="cpu"), world, run)
     assert codes == [0] * world, f"a run of {world} processes failed: {said[0][-300:]}"
 
 
@@ -245,7 +245,7 @@ class Runs:
     def _data(self) -> Path:
         """Also one run in this process: what is imported on first use need not be by every child."""
         data = pictures(self.place / "data")
-        train.train(on_pictures(data, *EVERYTHING), self.place / "warm", device="cpu")
+        train_loop.train(on_pictures(data, *EVERYTHING), self.place / "warm", device="cpu")
         return data
 
     def recipe(self, *more: str) -> Recipe:
@@ -262,7 +262,7 @@ class Runs:
 
     def _one(self, name: str, dtype: str) -> tuple[Path, Any]:
         run = self.place / f"one-{name}-{dtype}"
-        return run, told(train.train(tiny(*TWENTY, *AS_ONE[name][0]), run, device="cpu", dtype=getattr(torch, dtype)))
+        return run, told(train_loop.train(tiny(*TWENTY, *AS_ONE[name][0]), run, device="cpu", dtype=getattr(torch, dtype)))
 
 
 # --- 1. kills --------------------------------------------------------------------------------------------------------
@@ -308,8 +308,8 @@ OUTSIDE = ((15, (0,)), (50, (1,)), (90, (0, 1)))  # after which step of the jour
 
 def steps(run: Path) -> list[tuple[int, float]]:
     """(step, when it was done) of each line of a journal."""
-    file = run / train.journal.NAME
-    events = list(train.journal.read(file)) if file.exists() else []
+    file = run / train_loop.journal.NAME
+    events = list(train_loop.journal.read(file)) if file.exists() else []
     return [(event["step"], event["time"]) for event in events if event["event"] == "step"]
 
 
@@ -359,25 +359,25 @@ def in_a_worker() -> None:
 
 
 def moved_weights() -> None:
-    real = work.Work.finish
+    real = train_step.TrainStep.finish
 
-    def finish(self: work.Work, step: int, *args: Any) -> Any:
+    def finish(self: train_step.TrainStep, step: int, *args: Any) -> Any:
         found = real(self, step, *args)
         with torch.no_grad():
             self.model.head.bias += 1e-6 * (step == 4)
         return found
 
-    work.Work.finish = finish  # type: ignore[method-assign]
+    train_step.TrainStep.finish = finish  # type: ignore[method-assign]
 
 
 def spoiled(step: int) -> None:
     """NaN in the images of one step."""
-    real = work.Work._gradients
+    real = train_step.TrainStep._gradients
 
-    def gradients(self: work.Work, now: int, batches: Any, count: float) -> None:
+    def gradients(self: train_step.TrainStep, now: int, batches: Any, count: float) -> None:
         real(self, now, (x._replace(images=x.images * math.nan) for x in batches) if now == step else batches, count)
 
-    work.Work._gradients = gradients  # type: ignore[method-assign]
+    train_step.TrainStep._gradients = gradients  # type: ignore[method-assign]
 
 
 def other_images() -> None:
@@ -391,10 +391,10 @@ def no_room(*parts: str) -> Act:
 LOST, BROKEN = "lost another one", RuntimeError("broken here")
 ANY, MAIN = ((2, 0), (2, 1), (4, 3)), ((2, 0), (4, 0))  # processes, which of them
 FAILURES: dict[str, tuple[Any, Act, str, str]] = {  # where, what, what it says, what the others say
-    "an error in a step": (ANY, lambda: kills.at_call(work.F, "cross_entropy", 5, raises(BROKEN)), "broken here", LOST),
+    "an error in a step": (ANY, lambda: kills.at_call(train_step.F, "cross_entropy", 5, raises(BROKEN)), "broken here", LOST),
     "no memory in a step": (
         ANY,
-        lambda: kills.at_call(work.F, "cross_entropy", 5, raises(torch.OutOfMemoryError("no memory"))),
+        lambda: kills.at_call(train_step.F, "cross_entropy", 5, raises(torch.OutOfMemoryError("no memory"))),
         "step 4 does not fit on cpu",
         LOST,
     ),
@@ -449,7 +449,7 @@ def failed(runs: Runs, kind: str, world: int, which: int, folder: Path) -> dict[
     def rank(number: int) -> None:
         if number == which:
             arm()
-        train.train(recipe, folder / "run", device="cpu", **options)
+        train_loop.train(recipe, folder / "run", device="cpu", **options)
 
     began = time.monotonic()
     with nothing_left():
@@ -513,7 +513,7 @@ def scored(recipe: Recipe, run: Path, world: int, dtype: str) -> list[Any]:
     files = [run.with_name(f"{run.name}-{number}.json") for number in range(world)]
 
     def rank(number: int) -> None:
-        found = train.train(recipe, run, device="cpu", dtype=getattr(torch, dtype))
+        found = train_loop.train(recipe, run, device="cpu", dtype=getattr(torch, dtype))
         files[number].write_text(json.dumps(told(found)))
 
     codes, said = forked(rank, world, run)
@@ -549,17 +549,17 @@ def shown(recipe: Recipe, run: Path, world: int, cut: int = 99) -> Shown:
     files = [run.with_name(f"{run.name}-{number}.json") for number in range(world)]
 
     def rank(number: int) -> None:
-        real, found = work.Work._add, []
+        real, found = train_step.TrainStep._add, []
 
-        def add(self: work.Work, batch: Any) -> None:
+        def add(self: train_step.TrainStep, batch: Any) -> None:
             parts = zip(batch.images, batch.targets, batch.weight, strict=True)
             hashes = [hashlib.sha256(b"".join(x.numpy().tobytes() for x in sample)).hexdigest()[:16] for sample in parts]
             found.append(list(zip(batch.index.tolist(), hashes, strict=True)))
             files[number].write_text(json.dumps(found))
             real(self, batch)
 
-        work.Work._add = add  # type: ignore[method-assign]
-        train.train(recipe, run, device="cpu", watch=CutAfter(cut))
+        train_step.TrainStep._add = add  # type: ignore[method-assign]
+        train_loop.train(recipe, run, device="cpu", watch=CutAfter(cut))
 
     newest = RunFolder(run).newest()
     codes, said = forked(rank, world, run)
@@ -611,7 +611,7 @@ def refused(runs: Runs, by_torchrun: bool, what: str, folder: Path) -> None:
             job = planned(second, recipe, [], "../run")
             codes, said = [job.end()], job.said
         else:
-            codes, each = forked(lambda number: train.train(recipe, folder / "run", device="cpu"), 2, second / "rank")
+            codes, each = forked(lambda number: train_loop.train(recipe, folder / "run", device="cpu"), 2, second / "rank")
             said = "".join(each)
         (folder / "go").touch()
         assert first.end() == 0, first.said[-600:]

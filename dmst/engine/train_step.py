@@ -37,7 +37,7 @@ ON_DEVICE = ("images", "targets", "labels", "weight")  # of a batch
 GROW = 2000  # steps without a skip after which fp16's scale doubles
 
 
-class Told(NamedTuple):
+class StepMetrics(NamedTuple):
     """Of one step."""
 
     loss: float  # mean over the images that count
@@ -56,7 +56,7 @@ def without_cudnn_attention() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(was)
 
 
-class Work:
+class TrainStep:
     def __init__(self, model: VisionModel, recipe: Recipe, group: Group) -> None:
         run = recipe.run
         self.model, self.recipe, self.group = model, recipe, group
@@ -111,7 +111,9 @@ class Work:
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def step(self, step: int, batches: Iterator[Batch], count: float, lr_factor: float, indices: Callable[[], Any]) -> Told:
+    def step(
+        self, step: int, batches: Iterator[Batch], count: float, lr_factor: float, indices: Callable[[], Any]
+    ) -> StepMetrics:
         """Take step number `step` (from 0) on the next micro-batches; `count` images of the global batch count."""
         self.begin(step, batches, count, lr_factor)
         return self.finish(step, count, indices)
@@ -131,10 +133,10 @@ class Work:
                 raise DeviceMemoryError(self._too_large(step)) from error
             raise
 
-    def finish(self, step: int, count: float, indices: Callable[[], Any]) -> Told:
+    def finish(self, step: int, count: float, indices: Callable[[], Any]) -> StepMetrics:
         """Look at the gradients; then, and only if they are finite, move the weights."""
         loss, right, bad_inputs, norm = self._whole_sums()
-        told = Told(loss / max(count, 1), right / max(count, 1), norm)
+        told = StepMetrics(loss / max(count, 1), right / max(count, 1), norm)
         if math.isfinite(loss) and math.isfinite(norm):
             self._apply()
             self._rescale(True)

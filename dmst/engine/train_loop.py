@@ -44,7 +44,7 @@ from dmst.engine.optim import lr_factor, put
 from dmst.engine.prepare import RECIPE
 from dmst.engine.recipe import Recipe, differences, from_toml
 from dmst.engine.summary import summary
-from dmst.engine.work import Told, Work
+from dmst.engine.train_step import StepMetrics, TrainStep
 from dmst.errors import ConfigError, DmstError, FullDiskError, NonFiniteError, OptionError, Stopped
 from dmst.models import VisionModel, load_model, save_model
 from dmst.models.tensors import fit
@@ -54,8 +54,8 @@ LEFT = re.compile(r"\.(final|recipe\.toml|journal\.jsonl|scan-\w+\.json|report\.
 SAMPLE = 256  # images for the report
 LISTED = 20  # images that are named
 Probe = Callable[[VisionModel, Tensor], Any]
-Judge = Callable[[Sequence[Mapping[str, Any]]], str]  # of the evaluations so far, as the journal has them
-JUDGED = 3  # the exit status where a judge ended a run
+StopRule = Callable[[Sequence[Mapping[str, Any]]], str]  # of the evaluations so far, as the journal has them
+STOPPED_BY_RULE = 3  # the exit status
 
 
 class Result(NamedTuple):
@@ -75,7 +75,7 @@ def train(
     workers: int = 0,
     watch: Quiet | None = None,
     probes: Mapping[str, Probe] | None = None,
-    judge: Judge | None = None,
+    stop_rule: StopRule | None = None,
     listeners: Sequence[journal.Listener] = (),
     report: Callable[[Result], Any] | None = None,
     allow_config_change: bool = False,
@@ -85,7 +85,7 @@ def train(
 ) -> Result:
     """Train `recipe` in the folder `out`, or go on there. `probes` are asked at each evaluation: name -> f(model, images).
 
-    Then `judge` hears all evaluations, probes included; if it says why the run should end, the run is saved and ends there.
+    Then `stop_rule` hears all evaluations, probes included; if it says why the run should end, the run is saved and ends there.
     `report` is called at the end, on the main process, while the folder is still held: it may write there.
     """
     with joined(device, timeout) as group, _determined(recipe, group), ExitStack() as stack:
@@ -94,7 +94,7 @@ def train(
             if group.main:
                 stack.enter_context(folder)
         loop = _Loop(recipe, folder, group, watch if watch is not None and group.main else Quiet(), probes or {}, listeners)
-        loop.judge = judge
+        loop.stop_rule = stop_rule
         loop.prepare(data_dir, workers, dtype, allow_config_change)
         result = loop.run(keep_going_on_full_disk)
         with group.together("writing the report"):
@@ -137,7 +137,7 @@ class _Loop:
         with group.together("building the network"):
             model = prepare.build_model(recipe, self.sets.train.classes, self.sets.channels).to(group.device, dtype)
         with group.together("preparing to train"):  # in which processes wait for each other: for none that has failed
-            self.work = Work(model, recipe, group)
+            self.work = TrainStep(model, recipe, group)
             view = prepare.view_of(model, recipe.data.crop_pct)
             shared: dict[str, Any] = {"device": group.device, "path": recipe.data.path, "workers": workers}
             self.stream = TrainStream(
@@ -350,12 +350,12 @@ class _Loop:
             if due or self._tried == self.step:
                 clock.skip()
 
-    judge: Judge | None = None
-    _verdict = ""  # of the judge, the same on all processes
+    stop_rule: StopRule | None = None
+    _verdict = ""  # of the stop rule, the same on all processes
     _tried = -1  # the step that was to be saved last, the same on all processes
     _saved = -1  # the step that was
 
-    def _note(self, told: Told, count: float) -> None:
+    def _note(self, told: StepMetrics, count: float) -> None:
         for i, value in enumerate((told.loss * count, told.accuracy * count, count)):
             self.epoch_sums[i] += value
 
@@ -380,12 +380,12 @@ class _Loop:
             of = " (running mean of the weights)" if self._chosen() == "ema" else ""
             self.watch.say(f"epoch {epoch}: loss {values['train_loss']:.4f}, top-1 {chosen.top1:.2%} on {self.sets.eval}{of}")
         self.journal.write("evaluation", self.step, **values)
-        if self.judge is not None and self.step < self.steps:
+        if self.stop_rule is not None and self.step < self.steps:
             verdict = ""
             with self.group.together("judging the evaluation"):
                 if self.group.main:
                     events = journal.read(self.folder.path / journal.NAME)
-                    verdict = self.judge([event for event in events if event["event"] == "evaluation"])
+                    verdict = self.stop_rule([event for event in events if event["event"] == "evaluation"])
             self._verdict = self.group.tell(verdict)
 
     def _sample(self, most: int) -> tuple[Tensor, Tensor]:
@@ -491,7 +491,7 @@ class _Loop:
         told = f"Stopped after step {self.step:,} of {self.steps:,}, {saved}. The same command goes on."
         stopped = Stopped(f"{self._verdict} {told}".strip(), self._stop or signal.SIGTERM)
         if self._verdict and not self._stop:
-            stopped.exit_code = JUDGED
+            stopped.exit_code = STOPPED_BY_RULE
         return stopped
 
     def _asked_to_stop(self, number: int) -> None:
