@@ -1,4 +1,4 @@
-"""The summary, from the files of results/soak alone: a line for each area, or for each row of each."""
+"""The summary, from the files of results/soak alone: a line for each row of each area."""
 
 from __future__ import annotations
 
@@ -9,15 +9,6 @@ from typing import Any
 from dmst import atomic
 from soak.case import AREAS
 
-ABOUT = {
-    "crash": "runs killed at every kind of event and at random times, told to stop, without room: the same bits afterwards",
-    "checkpoints": "checkpoints and saved models with flipped bits, cut off, hostile, foreign: refused, nothing is ever run",
-    "images": "hostile images and folders: right pixels or a named error, under 2 s and 1 GiB",
-    "configs": "hostile recipes and configs: a named error, or the same again after writing and reading",
-    "kernels": "layers against float64, derivatives, repeats, sparsemax (errors as shares of their bars)",
-    "distributed": "2 to 4 processes: kills, errors, hangs, other numbers of processes",
-    "supply": "foreign code, dependencies, builds, a bare environment",
-}
 BEGIN, END = "<!-- begin results/soak -->", "<!-- end results/soak -->"
 
 
@@ -48,8 +39,8 @@ def shorten(file: Path) -> None:
     atomic.write_text(file, "\n".join(lines) + "\n")
 
 
-def markdown(folder: Path, by_row: bool = True) -> str:
-    """A table of rows, or of areas alone, and below it of what it is."""
+def markdown(folder: Path) -> str:
+    """A table of rows, and below it of what it is."""
     out = ["| area | tried | cases | failures | seconds, summed | worst error |", "|---|---|---|---|---|---|"]
     facts: dict[str, list[str]] = {}
     for area in AREAS:
@@ -60,9 +51,8 @@ def markdown(folder: Path, by_row: bool = True) -> str:
         versions = f"dmst {head['versions']['dmst']}, torch {head['versions']['torch']}"
         told = f"commit {head['commit'][:7]}, {head['date']}, {versions}, {head['cores']} CPU cores"
         facts.setdefault(told, []).append(area)
-        rows = dict.fromkeys(case["row"] for case in cases) if by_row else [ABOUT.get(area, area)]
-        for row in rows:
-            mine = [case for case in cases if case["row"] == row or not by_row]
+        for row in dict.fromkeys(case["row"] for case in cases):
+            mine = [case for case in cases if case["row"] == row]
             errors = [case["error"] for case in mine if "error" in case]
             worst = f"{max(errors):.1e}" if errors else ""
             failures, seconds = sum(not case["ok"] for case in mine), sum(case.get("s", 0) for case in mine)
@@ -70,8 +60,8 @@ def markdown(folder: Path, by_row: bool = True) -> str:
     return "\n".join([*out, "", *(f"{', '.join(areas)}: {told}." for told, areas in facts.items())])
 
 
-def into(document: Path, folder: Path, by_row: bool) -> None:
+def into(document: Path, folder: Path) -> None:
     """Put it between the two lines that are there for it."""
     text = document.read_text()
     before, rest = text.split(BEGIN)
-    document.write_text(f"{before}{BEGIN}\n{markdown(folder, by_row)}\n{END}{rest.split(END)[1]}")
+    document.write_text(f"{before}{BEGIN}\n{markdown(folder)}\n{END}{rest.split(END)[1]}")

@@ -66,9 +66,8 @@ def test_the_committed_results_are_whole_and_the_readme_shows_them() -> None:
         head, *cases = table.read(folder / f"{area}.jsonl")
         assert head["area"] == area and head["most"] == 0 and len(cases) == len({case["case"] for case in cases})
         assert all(case["ok"] for case in cases), area
-    for document, by_row in (("README.md", False), ("docs/reliability.md", True)):
-        text = (ROOT / document).read_text()
-        assert text.split(table.BEGIN)[1].split(table.END)[0].strip() == table.markdown(folder, by_row), document
+    text = (ROOT / "docs/reliability.md").read_text()
+    assert text.split(table.BEGIN)[1].split(table.END)[0].strip() == table.markdown(folder)
 
 
 def test_the_document_shows_what_was_measured() -> None:
