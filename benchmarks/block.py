@@ -55,7 +55,7 @@ class Line(nn.Module):
         block = Block(model_config("dmst_small", layer_scale=0.1, drop_path_rate=0.0))
         self.norm, self.operator, self.residual = block.norm, block.operator, block.residual
 
-    attend, _attend = Block.attend, Block._attend
+    attend = Block.attend
 
     def forward(self, z: Tensor) -> Tensor:
         return self.attend(z)  # type: ignore[arg-type]

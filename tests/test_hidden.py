@@ -89,10 +89,10 @@ def test_an_mlp_takes_it_without_gradients(there: list) -> None:
         right = made.double()(z.double())
         made.float()
         with autocast():
-            found, scaled = made(z), made(z, None, torch.full((64,), 0.5))
+            found = made(z)
         low = made.to(BF16)(z.to(BF16))
-    assert there == [(2, 5, 64)] * 3
-    for out in (found, 2 * scaled, low):
+    assert there == [(2, 5, 64)] * 2
+    for out in (found, low):
         assert out.dtype == BF16 and relative(out.double(), right) < 1e-2
 
 

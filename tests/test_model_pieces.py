@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from dmst.errors import OptionError
 from dmst.models import ModelConfig, model_config
-from dmst.models.activation import Gelu
 from dmst.models.class_attention import ClassAttentionBlock
-from dmst.models.feedforward import FEEDFORWARDS, Ista, LocalStep, MlpStep
+from dmst.models.feedforward import Ista, LocalStep, MlpStep
 from dmst.models.positions import FourierPosition, LearnedPosition
 from dmst.models.residual import Residual
 from dmst.models.stems import STEMS, ConvStem, ImageConv
@@ -230,34 +227,6 @@ def test_class_attention_of_a_pair_is_that_of_the_joined_tokens(options: dict[st
             assert relative(ours, theirs) < 1e-12
 
 
-@pytest.mark.parametrize("amp", [False, True], ids=["", "autocast"])
-def test_class_attention_compiled_masks_no_tokens(amp: bool) -> None:
-    """In training the tokens are joined once a block, for k and v, and taken apart once: nothing else is 1 + n long."""
-    torch._dynamo.reset()
-    model = build(("dmst_tiny", {}), torch.float32, depth=1, readout_depth=2).train()
-    z = torch.randn(5, 6, 24, requires_grad=True)
-    met: dict[str, list[str]] = {"forward": [], "backward": []}
-
-    def look(way: str) -> Any:
-        def compiler(graph: torch.fx.GraphModule, _: list) -> Any:
-            for node in graph.graph.nodes:
-                value = node.meta.get("val")
-                if isinstance(value, Tensor) and value.shape[:2] == (5, 7) and value.ndim == 3:
-                    met[way].append(getattr(node.target, "__name__", str(node.target)).split(".")[0])
-                elif isinstance(value, Tensor) and value.shape[:2] == (5, 6):
-                    assert "scatter" not in str(node.target) and "select" not in str(node.target), node
-            return make_boxed_func(graph.forward)
-
-        return compiler
-
-    backend = aot_autograd(fw_compiler=look("forward"), bw_compiler=look("backward"))
-    tail = torch.compile(lambda z: model.forward_head(model.finish(z, brief=True)), fullgraph=True, backend=backend)
-    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        tail(z).float().square().sum().backward()
-    for way, others in (("forward", {"view", "getitem"}), ("backward", {"view"})):  # getitem: of k beside v
-        assert met[way].count("cat") == 2 and set(met[way]) == {"cat", *others}, met
-
-
 @pytest.mark.parametrize(
     ("patch", "widths", "strides"),
     [
@@ -271,7 +240,7 @@ def test_class_attention_compiled_masks_no_tokens(amp: bool) -> None:
 def test_the_conv_stem(patch: int, widths: list[int], strides: list[int]) -> None:
     stem = ConvStem(config(patch_size=patch, img_size=16), dtype=F64)
     kinds = [type(layer) for layer in stem.layers]
-    wanted = [nn.Conv2d, nn.BatchNorm2d, Gelu] * len(strides)
+    wanted = [nn.Conv2d, nn.BatchNorm2d, nn.GELU] * len(strides)
     assert kinds == [ImageConv, *wanted[1:-1]]  # no activation after the last
     layers = [layer for layer in stem.layers if isinstance(layer, nn.Conv2d)]
     assert [layer.in_channels for layer in layers] + [24] == widths
@@ -408,79 +377,3 @@ def test_a_pruned_qkv_trains() -> None:
     prune.l1_unstructured(block.qkv, "weight", 0.5)
     for _ in range(2):
         block(cls, patches)[0].sum().backward()
-
-
-# --- LayerScale as a part of W2 ----------------------------------------------------------------------------------------
-
-
-def _step(kind: str) -> MlpStep:
-    torch.manual_seed(0)
-    step = FEEDFORWARDS[kind](config(dim=48, layer_scale=0.5, readout="mean"))
-    assert isinstance(step, MlpStep)
-    with torch.no_grad():
-        for parameter in step.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    return step
-
-
-def _pulled(step: MlpStep, z: Tensor, low: bool) -> dict[str, Tensor]:
-    with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        out = step(z, (4, 4))
-    names, parameters = zip(*step.named_parameters(), strict=True)
-    pull = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    return dict(zip(("out", *names), (out, *torch.autograd.grad(out, parameters, pull)), strict=True))
-
-
-@pytest.mark.parametrize("kind", ["mlp", "local"])
-def test_in_bfloat16_the_scale_goes_with_the_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same function as near to float64 as before; the products see the scaled weight."""
-    step, z = _step(kind), torch.randn(3, 16, 48)
-    exact = _pulled(copy.deepcopy(step).double(), z.double(), low=False)
-    found = _pulled(step, z, low=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(MlpStep, "scales_weight", lambda self, z: False)
-        apart = _pulled(step, z, low=True)
-    assert any(not torch.equal(found[name], apart[name]) for name in exact)
-    for name, right in exact.items():
-        assert relative(found[name].double(), right) < max(1.5 * relative(apart[name].double(), right), 6e-3), name
-
-
-@pytest.mark.parametrize(
-    "why", ["float32", "float16", "hook", "a hook everywhere", "a linear map of one's own", "a weight of one's own"]
-)
-def test_elsewhere_the_scale_stays_apart(why: str) -> None:
-    step, z = _step("mlp"), torch.randn(3, 16, 48)
-    low = {"float32": None, "float16": torch.float16}.get(why, torch.bfloat16)
-    hooks = []
-    if why == "hook":
-        hooks.append(step.mlp.fc2.register_forward_hook(lambda *_: None))
-    elif why == "a hook everywhere":
-        hooks.append(nn.modules.module.register_module_forward_hook(lambda *_: None))
-    elif why == "a linear map of one's own":
-        step.mlp.fc2.__class__ = type("Mine", (nn.Linear,), {})
-    elif why == "a weight of one's own":
-        step.mlp.fc2.weight.__class__ = type("Mine", (nn.Parameter,), {})
-    with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
-        assert not step.scales_weight(z)
-    for hook in hooks:
-        hook.remove()
-    if hooks:
-        with torch.autocast("cpu", torch.bfloat16):
-            assert step.scales_weight(z)
-
-
-def test_a_scaled_weight_without_a_bias() -> None:
-    step, z = _step("mlp"), torch.randn(3, 16, 48)
-    step.mlp.fc2.bias = None
-    with torch.autocast("cpu", torch.bfloat16):
-        assert step.scales_weight(z)
-        assert step(z).shape == z.shape
-
-
-def test_without_a_scale_the_weight_is_as_it_was() -> None:
-    step, z = _step("mlp"), torch.randn(3, 16, 48)
-    step.residual.scale = None
-    with torch.autocast("cpu", torch.bfloat16):
-        assert step.scales_weight(z)
-        assert torch.equal(step(z), z + step.mlp(step.norm(z)))
-        assert torch.equal(step.update(z), step.mlp(step.norm(z)))

@@ -1,6 +1,6 @@
 """Class attention (CaiT, XCiT): a class token looks at the patches and leaves them almost alone.
 
-    u = norm1([cls, patches])    q of u_cls; k, v of all u
+    u = norm1([cls, patches])    [q k v] = u W + bias; q of cls alone is used
     cls    <- norm2(cls + scale * out(softmax(q k^T / sqrt p) v))        cls    <- cls + scale * mlp(cls)
     patch  <- norm2(patch + scale * u_patch)                             patch  <- 2 patch
 
@@ -17,7 +17,6 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst import tracing
 from dmst.kernels import compute_dtype
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import Mlp
@@ -48,16 +47,9 @@ class ClassAttentionBlock(OneNode):
         return self.residual(cls, self.mlp(cls)), 2 * patches
 
     def look(self, cls: Tensor, patches: Tensor) -> Tensor:
-        """What the class token sees, heads side by side (b, 1, d): q of it alone; k, v of all."""
+        """What the class token sees, heads side by side (b, 1, d)."""
         dim, dtype = cls.shape[-1], compute_dtype(patches)  # before they are joined: fewer bytes
-        both = torch.cat((cls.to(dtype), patches.to(dtype)), 1)
-        if tracing.is_plain(self.qkv):
-            weights = self.qkv.weight.split((dim, 2 * dim))
-            biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split((dim, 2 * dim))
-            q, (k, v) = F.linear(cls, weights[0], biases[0]), F.linear(both, weights[1], biases[1]).split(dim, -1)
-        else:
-            q, k, v = self.qkv(both).chunk(3, -1)
-            q = q[:, :1]
-        heads = self.num_heads, dim // self.num_heads  # by `view`: to split the last axis asks nothing of the batch
-        q, k, v = (x.view(*x.shape[:2], *heads).transpose(1, 2) for x in (q, k, v))
+        q, k, v = self.qkv(torch.cat((cls.to(dtype), patches.to(dtype)), 1)).chunk(3, -1)
+        heads = self.num_heads, dim // self.num_heads
+        q, k, v = (x.unflatten(-1, heads).transpose(1, 2) for x in (q[:, :1], k, v))
         return rearrange(F.scaled_dot_product_attention(q, k, v), "b k n p -> b n (k p)")

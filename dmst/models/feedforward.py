@@ -16,9 +16,8 @@ from torch.nn import functional as F
 
 from dmst import tracing
 from dmst.errors import OptionError
-from dmst.kernels import compute_dtype, hidden
+from dmst.kernels import hidden
 from dmst.kernels.neighbours import local_gelu
-from dmst.models.activation import gelu
 from dmst.models.linear import linear
 from dmst.models.residual import Residual
 
@@ -39,22 +38,15 @@ class Mlp(nn.Module):
         self.fc2 = linear(width, config.dim, **factory)
         self.drop = nn.Dropout(config.proj_drop_rate)
 
-    def forward(self, z: Tensor, grid: Grid = None, scale: Tensor | None = None) -> Tensor:
-        return self.leave(self.enter(z), scale)
+    def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
+        return self.drop(self.fc2(self.drop(self.activate(z, grid))))
 
-    def enter(self, z: Tensor) -> Tensor:
-        """gelu(W1 z), in one where the kernels make it and nobody listens to fc1."""
-        if tracing.is_plain(self.fc1) and hidden.serves(z, self.fc1.weight):
+    def activate(self, z: Tensor, grid: Grid) -> Tensor:
+        """The hidden channels, (b, n, hidden)."""
+        plain = isinstance(z, Tensor) and isinstance(self.fc1, nn.Linear) and tracing.is_plain(self.fc1)  # no proxy of torch.fx
+        if plain and hidden.serves(z, self.fc1.weight):
             return hidden.linear_gelu(z, self.fc1.weight, self.fc1.bias)
-        return gelu(self.fc1(z))
-
-    def leave(self, active: Tensor, scale: Tensor | None) -> Tensor:
-        """scale * W2 active, the scale as a part of W2."""
-        active = self.drop(active)
-        if scale is None:
-            return self.drop(self.fc2(active))
-        bias = None if self.fc2.bias is None else scale * self.fc2.bias
-        return self.drop(F.linear(active, scale.unsqueeze(-1) * self.fc2.weight, bias))
+        return F.gelu(self.fc1(z))
 
 
 class LocalMlp(Mlp):
@@ -68,14 +60,12 @@ class LocalMlp(Mlp):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.local.weight)
 
-    def forward(self, z: Tensor, grid: Grid = None, scale: Tensor | None = None) -> Tensor:
+    def activate(self, z: Tensor, grid: Grid) -> Tensor:
         if grid is None:
             raise OptionError("feedforward 'local' looks at neighbours: call the block with grid=(rows, columns).")
         h = self.fc1(z)  # (b, prefix + n, hidden)
         active = local_gelu(h[:, self.prefix :], self.local.weight, grid)
-        if self.prefix:
-            active = torch.cat((gelu(h[:, : self.prefix]), active), 1)
-        return self.leave(active, scale)
+        return torch.cat((F.gelu(h[:, : self.prefix]), active), 1) if self.prefix else active
 
 
 class MlpStep(nn.Module):
@@ -88,22 +78,7 @@ class MlpStep(nn.Module):
         self.residual = Residual(config.dim, config.layer_scale, config.drop_path_rate, **factory)
 
     def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
-        if self.scales_weight(z):
-            return self.residual.add(z, self.mlp(self.norm(z), grid, self.residual.scale))
         return self.residual(z, self.mlp(self.norm(z), grid))
-
-    def update(self, z: Tensor, grid: Grid = None) -> Tensor:
-        """What `forward` adds to z, where `scales_weight`; in the compute dtype."""
-        return self.residual.thin(self.mlp(self.norm(z), grid, self.residual.scale))
-
-    def scales_weight(self, z: Tensor) -> bool:
-        """Whether the scale, if there is one, goes with W2: its gradient then comes from that of the weight, and the update is
-        not kept for it. In bfloat16 alone: float32 keeps its bits, and float16 has no room for a small scale.
-        """
-        usual = type(self.mlp) in (Mlp, LocalMlp) and type(self.residual) is Residual
-        if not usual or tracing.proxied(z) or compute_dtype(z) != torch.bfloat16:
-            return False
-        return tracing.is_plain(self.mlp.fc2) and not any(map(tracing.hooked, (self.mlp, self.residual)))
 
 
 class LocalStep(MlpStep):

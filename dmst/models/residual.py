@@ -33,16 +33,10 @@ class Residual(OneNode):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, z: Tensor, update: Tensor) -> Tensor:
-        return self.add(z, update if self.scale is None else self.scale * update)
-
-    def add(self, z: Tensor, update: Tensor) -> Tensor:
-        """The same for an update that is scaled already."""
-        return z + self.thin(update)
-
-    def thin(self, update: Tensor) -> Tensor:
-        """What drop_path leaves of an update."""
+        if self.scale is not None:
+            update = self.scale * update
         factor = self.draw(update)
-        return update if factor is None else (update * factor).to(update.dtype)
+        return z + (update if factor is None else (update * factor).to(update.dtype))
 
     def draw(self, like: Tensor) -> Tensor | None:
         """drop_path's factor of each sample (b, 1, 1), 0 or 1/keep, at least float32: rounded it would be wrong on average.

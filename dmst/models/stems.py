@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst.kernels import compute_dtype
-from dmst.models.activation import Gelu
 from dmst.models.linear import linear
 from dmst.one_node import OneNode
 
@@ -77,7 +76,7 @@ class ConvStem(OneNode):
             layers += [
                 kind(widths[i], widths[i + 1], 3, stride, 1, bias=False, **factory),
                 nn.BatchNorm2d(widths[i + 1], **factory),
-                Gelu(),
+                nn.GELU(),
             ]
         self.layers = nn.Sequential(*layers[:-1])
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import index
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dmst import tracing
 from dmst.errors import OptionError, choose
 from dmst.models.block import Block, LayerTrace
 from dmst.models.class_attention import ClassAttentionBlock
@@ -70,24 +69,14 @@ class VisionModel(nn.Module):
     # --- from images to logits ---------------------------------------------------------------------------------------
 
     def forward(self, images: Tensor) -> Tensor:
-        if self._briefly():
-            return self.forward_head(self.finish(self._encode(images), brief=True))
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Every token at the end, normed: (b, 1 + n, d), or (b, n, d) with readout "mean"."""
-        return self.finish(self._encode(images))
-
-    def _encode(self, images: Tensor) -> Tensor:
-        """The tokens after the last block."""
         z, grid = self.embed(images)
-        pending = None  # what a block leaves for the next one to add
         for block in self.blocks:
-            if self._carries(block, z):
-                z, pending = block.carry(z, pending, grid)
-            else:
-                z, pending = self._run(block, z if pending is None else z + pending, grid), None
-        return z if pending is None else z + pending
+            z = self._run(block, z, grid)
+        return self.finish(z)
 
     def embed(self, images: Tensor) -> tuple[Tensor, Grid]:
         """The tokens that the first block reads, and the grid of their patches."""
@@ -98,17 +87,14 @@ class VisionModel(nn.Module):
         z = self.position(z, grid)
         return _promoted(z, self._weight()), grid  # a stream of the weights' dtype, also under autocast
 
-    def finish(self, z: Tensor, *, brief: bool = False) -> Tensor:
-        """From the last block to the classifier's tokens: class attention where there is some, and the norm.
-
-        `brief` leaves patches out where class attention ends and `forward_head` reads the class token alone.
-        """
+    def finish(self, z: Tensor) -> Tensor:
+        """From the last block to the classifier's tokens: class attention where there is some, and the norm."""
         if self.config.readout == "class_attention":
             cls = self._token(z)
             cls, z = _promoted(cls, z), _promoted(z, cls)
             for block in self.class_blocks:
                 cls, z = self._run(block, cls, z)
-            z = cls if brief and self.config.global_pool == "token" else torch.cat((cls, z), 1)
+            z = torch.cat((cls, z), 1)
         return self.norm(z)
 
     def forward_head(self, z: Tensor, pre_logits: bool = False) -> Tensor:
@@ -119,17 +105,10 @@ class VisionModel(nn.Module):
         """The logits, and for every layer its tokens and Parts: what the model computes, in any state and on any kernel."""
         z, grid = self.embed(images)
         layers: list[LayerTrace] = []
-        total, pending = z, None  # the very calls of `_encode`, or the last bits could differ
         for block in self.blocks:
-            if self._carries(block, z):
-                layer, z, pending = block.trace_carried(z, pending, grid, total)
-            else:
-                layer = block.trace(total, grid)  # type: ignore[operator]
-                z, pending = layer.after_feedforward, None
-            layers.append(layer)
-            total = layer.after_feedforward
-        z = self.finish(total, brief=True) if self._briefly() else self.finish(total)
-        return Trace(self.forward_head(z), grid, self.config.prefix, layers)
+            layers.append(block.trace(z, grid))  # type: ignore[operator]
+            z = layers[-1].after_feedforward
+        return Trace(self.forward_head(self.finish(z)), grid, self.config.prefix, layers)
 
     # --- feature maps ------------------------------------------------------------------------------------------------
 
@@ -255,15 +234,6 @@ class VisionModel(nn.Module):
         if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, *args, use_reentrant=False)
         return block(*args)
-
-    def _carries(self, block: nn.Module, z: Tensor) -> TypeGuard[Block]:
-        return not self.grad_checkpointing and isinstance(block, Block) and block.carries(z)
-
-    def _briefly(self) -> bool:
-        """Whether nobody could tell that the norm at the end saw the class token alone."""
-        mine = (type(self).forward_features, type(self).finish) == (VisionModel.forward_features, VisionModel.finish)
-        own = not mine or "forward_features" in vars(self) or "finish" in vars(self)
-        return not own and not tracing.hooked(self.norm) and not tracing.everywhere()
 
     def _weight(self) -> Tensor:
         """One of the weights, by name: a replica of DataParallel has no parameters()."""

@@ -10,7 +10,6 @@ are called as modules, in plain torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,21 +82,13 @@ class TokenStatistics(Operator):
 
     def weights(self) -> Weights:
         """The tensors of the layer, as they enter the products."""
-        own = getattr if torch.compiler.is_compiling() else _own
-        return Weights(
-            *_weight_and_bias(own(self, "subspace"), own, self.dim),
-            *_weight_and_bias(own(self, "assign"), own, self.dim),
-            *_weight_and_bias(own(self, "out"), own, self.dim),
-            own(self, "temperature"),
-            self._step(),
-        )
+        subspace, assign, out = (_weight_and_bias(x, self.dim) for x in (self.subspace, self.assign, self.out))
+        return Weights(*subspace, *assign, *out, self.temperature, self._step())
 
     def is_plain(self) -> bool:
         """Whether the weights of its linear maps are all there is to them."""
-        own = getattr if torch.compiler.is_compiling() else _own
-        subspace, assign, out = own(self, "subspace"), own(self, "assign"), own(self, "out")
-        kind = OrthonormalLinear if self.form.mode == "proximal" and type(subspace) is OrthonormalLinear else nn.Linear
-        return tracing.is_plain(subspace, kind) and all(x is None or tracing.is_plain(x) for x in (assign, out))
+        maps = [x for x in (self.subspace, self.assign, self.out) if x is not None]
+        return all(isinstance(x, nn.Linear) for x in maps) and tracing.is_plain(*maps)
 
     def subspaces(self) -> Tensor:
         return rearrange(self.weights().subspace, "(k p) d -> k d p", k=self.num_heads)
@@ -108,10 +99,7 @@ class TokenStatistics(Operator):
             update = kernels.attend(z, self.weights(), self.form, grid=grid, skip=self.skip_silent)
         else:
             update = self._attend_by_modules(z, grid)
-        if torch.compiler.is_compiling():
-            return self.proj_drop(update)
-        drop = _own(self, "proj_drop")
-        return update if _is_idle(drop) else drop(update)
+        return self.proj_drop(update)
 
     def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
         """The very steps that `forward` takes, in plain torch, every head."""
@@ -147,13 +135,12 @@ class TokenStatistics(Operator):
         flat = rearrange(update, "b k n p -> b n (k p)").to(kernels.compute_dtype(z))
         if self.out is not None:
             return self.out(flat)
-        matrix, _ = _weight_and_bias(self.subspace, getattr, self.dim)
+        matrix, _ = _weight_and_bias(self.subspace, self.dim)
         return F.linear(flat, matrix.to(flat.dtype).transpose(0, 1))
 
     def _step(self) -> Tensor | None:
         """The step size of the proximal mode: a scalar above 0."""
-        theta = self.theta if torch.compiler.is_compiling() else _own(self, "theta")
-        return None if theta is None else F.softplus(theta).reshape(())
+        return None if self.theta is None else F.softplus(self.theta).reshape(())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if (theta := state_dict.get(f"{prefix}theta")) is not None:  # of old files it is a scalar
@@ -167,36 +154,13 @@ class TokenStatistics(Operator):
         return objective.variational_rate(projected, membership, gate, eps=eps)
 
 
-# --- what nn.Module is slow at: an eager call waits for the host ----------------------------------------------------------
-
-
-def _own(module: nn.Module, name: str) -> Any:
-    """A parameter or a child of the module: `getattr`, which looks for them last, after everything else has failed."""
-    held = module.__dict__
-    if name in held:
-        return held[name]
-    for kind in ("_parameters", "_modules"):
-        if name in held[kind]:
-            return held[kind][name]
-    return getattr(module, name)
-
-
-def _weight_and_bias(linear: Any, own: Callable[[Any, str], Any], dim: int) -> tuple[Any, Any]:
+def _weight_and_bias(linear: Any, dim: int) -> tuple[Any, Any]:
     """The matrix and the bias of a linear map, whatever it is made of."""
     if linear is None:
         return None, None
-    if type(linear) is nn.Linear and tracing.is_tensor(weight := own(linear, "weight")):
-        return weight, own(linear, "bias")
-    if isinstance(linear, nn.Linear) and tracing.is_tensor(linear.weight):  # orthonormal, parametrized
+    if isinstance(linear, nn.Linear) and tracing.is_tensor(linear.weight):
         return linear.basis() if isinstance(linear, OrthonormalLinear) else linear.weight, linear.bias
     like = next((x for x in linear.parameters() if x.is_floating_point()), torch.empty(0))
     axes = torch.eye(dim, dtype=like.dtype, device=like.device)
     bias = linear(torch.zeros_like(axes[:1]))[0]  # an adapter, a quantized weight: what it does to the axes is its matrix
     return (linear(axes) - bias).transpose(0, 1), bias
-
-
-def _is_idle(drop: nn.Module) -> bool:
-    """Whether it returns what it is given and nobody listens: then it need not be called."""
-    if type(drop) is not nn.Dropout or (drop.p and drop.training):
-        return False
-    return not (tracing.hooked(drop) or tracing.everywhere())
