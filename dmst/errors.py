@@ -110,7 +110,7 @@ class DeviceMemoryError(DmstError):
 class Stopped(DmstError):
     """A signal asked a run to end; it finished its step and saved."""
 
-    def __init__(self, message: str, signal: int) -> None:
+    def __init__(self, message: str, signal: int = 15) -> None:  # 15: as pickle makes it, which knows the message alone
         super().__init__(message)
         self.exit_code = 128 + signal  # as shells say it
 

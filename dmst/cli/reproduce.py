@@ -18,16 +18,14 @@ def reproduce(
     every: bool = typer.Option(False, "--all", help="All tables."),
     listed: bool = typer.Option(False, "--list", help="List the tables, and how many of their runs are finished."),
     render: bool = typer.Option(False, "--render", help="Run nothing: write the markdown of the finished runs."),
-    folder: str = typer.Option(
+    folder: Path = typer.Option(  # noqa: B008 (typer reads it)
         "results/ledger", "--ledger", metavar="DIR", help="The folder of the ledger, the list of finished runs."
     ),
-    out: str = typer.Option("results", metavar="DIR", help="The folder for TABLE.md."),
+    out: Path = typer.Option("results", metavar="DIR", help="The folder for TABLE.md."),  # noqa: B008
     data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="The folder of the datasets."),
-    weights: str = typer.Option(None, metavar="DIR", help="Keep the trained networks in this folder."),
-    pack: str = typer.Option(None, metavar="DIR", help="Run nothing: write ledger and weights as parts of at most 15 MiB."),
-    unpack: str = typer.Option(None, metavar="DIR", help="Run nothing: add the runs and weights of a pack to the ledger."),
+    weights: Path = typer.Option(None, metavar="DIR", help="Keep the trained networks in this folder."),  # noqa: B008
     device: str = typer.Option(None, help="cpu, cuda or cuda:N. Default: a GPU if there is one."),
-    at_once: int = typer.Option(5, min=1, help="Runs at the same time on the device."),
+    at_once: int = typer.Option(5, min=1, help="Runs at the same time on the device, each in a process of its own."),
     commit: str = typer.Option(None, help="Name of the source version. Default: DMST_COMMIT, else the git commit."),
 ) -> None:
     """Repeat the experiments of a table, and write the table.
@@ -42,33 +40,18 @@ def reproduce(
 
     dmst reproduce --all --render
 
-    A finished run is a line of the ledger and is not repeated. You can start this command several times at once: the processes
-    share the work.
+    A finished run is a line of the ledger and is not repeated. A run that was killed goes on where it was saved. You can start
+    this command several times at once: the processes share the work.
     """
     from dmst.atomic import write_text
-    from dmst.engine.console import watcher
     from dmst.errors import DmstError, OptionError, choose
     from dmst.reproduce import figure, ledger
-    from dmst.reproduce import pack as packs
     from dmst.reproduce.render import markdown, runs_of
     from dmst.reproduce.run import run_table
     from dmst.reproduce.tables import TABLES
 
-    kept = Path(weights) if weights else None
-    if pack and unpack:
-        raise OptionError("--pack and --unpack cannot be used together: choose one.")
-    if pack:
-        written = packs.pack(Path(folder), kept, Path(pack))
-        models = len(list(kept.glob("*/"))) if kept else 0
-        say(f"{written}: {len(ledger.read(Path(folder)))} runs, the weights of {models}")
-        return
-    if unpack:
-        got = packs.unpack(Path(unpack), Path(folder), kept)
-        say(f"Added {got.runs} runs and the weights of {got.weights}.")
-        return
-    lines = ledger.read(Path(folder))
     if listed:
-        grid = Grid("table", "title", "cells", "runs finished")
+        lines, grid = ledger.read(folder), Grid("table", "title", "cells", "runs finished")
         for name, each in TABLES.items():
             done = sum(len(runs_of(each, cell, lines)) for cell in each.cells)
             grid.add_row(name, each.title, str(len(each.cells)), f"{done} of {sum(cell.seeds for cell in each.cells)}")
@@ -82,14 +65,14 @@ def reproduce(
     failed = []
     for name in names:
         if not render:
-            where, source = {"data_dir": data_dir, "device": device}, {"commit": commit}
+            places = {"data_dir": data_dir, "device": device, "commit": commit, "weights": weights}
             try:
-                run_table(name, Path(folder), **where, **source, at_once=at_once, weights=kept, cells=cell, watch=watcher())
+                run_table(name, folder, at_once=at_once, cells=cell, say=say, **places)
             except DmstError as error:  # what did run is written all the same
                 failed.append(str(error))
-        lines = ledger.read(Path(folder))
-        say(write_text(Path(out) / f"{name}.md", markdown(name, lines)))
+        lines = ledger.read(folder)
+        say(write_text(out / f"{name}.md", markdown(name, lines)))
         if TABLES[name].marks:
-            say(write_text(Path(out) / f"{name}.svg", figure.svg(name, lines)))
+            say(write_text(out / f"{name}.svg", figure.svg(name, lines)))
     if failed:
         raise DmstError("\n".join(failed))

@@ -15,8 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,6 @@ def parse(raw: bytes, where: str) -> list[Line]:
 
 def add(path: Path, line: Line) -> None:
     """Append a run, and have it on the disk before this returns."""
-    missing = [key for key in KEYS if key not in line]
-    if missing:
-        raise BadFileError(f"a run for {path} lacks {', '.join(missing)}.")
     fcntl = posix()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
@@ -77,29 +73,6 @@ def add(path: Path, line: Line) -> None:
         file.write(b"\n" * kept + (json.dumps(line, allow_nan=False) + "\n").encode())
         file.flush()
         os.fsync(file.fileno())
-
-
-@contextmanager
-def claimed(folder: Path, config: str) -> Iterator[bool]:
-    """Whether this process alone is at a run, named by config and seed, as long as the block lasts; a kill frees it too."""
-    fcntl = posix()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f".{config}.lock"
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "rb") as file:  # whatever is there stays as it is
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        try:  # the file of somebody who has just finished is no longer the one that others will lock
-            mine = path.stat().st_ino == os.fstat(file.fileno()).st_ino
-        except FileNotFoundError:
-            mine = False
-        try:
-            yield mine
-        finally:
-            if mine:
-                path.unlink(missing_ok=True)
 
 
 def config_of(recipe: Recipe) -> str:

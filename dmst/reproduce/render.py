@@ -17,7 +17,7 @@ def markdown(name: str, lines: Sequence[ledger.Line]) -> str:
     """A table with its title, its cells, its gaps, what its layers do, and where the runs come from."""
     table = TABLES[name]
     runs = {cell.name: runs_of(table, cell, lines) for cell in table.cells}
-    out = [f"# {table.title}", "", *table.notes, *([""] if table.notes else [])]
+    out = [f"# {table.title}", "", *([table.note, ""] if table.note else [])]
     what = f"difference to {table.against}, 95 % interval" if table.against else "difference, 95 % interval"
     out += [f"| | paper | published baseline | ours, top-1 % (mean ± std) | runs | {what} | train loss | parameters |"]
     out += ["|---|---|---|---|---|---|---|---|"]
@@ -63,7 +63,7 @@ def by_layer(name: str, runs: dict[str, list[ledger.Line]]) -> list[str]:
 
 
 def runs_of(table: Table, cell: Cell, lines: Sequence[ledger.Line]) -> dict[int, ledger.Line]:
-    found = ledger.runs_of(lines, ledger.config_of(table.recipe_of(cell, 0)))
+    found = ledger.runs_of(lines, table.config_of(cell))
     return {seed: line for seed, line in found.items() if seed < cell.seeds}
 
 
