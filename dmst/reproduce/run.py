@@ -126,18 +126,18 @@ def _trained(job: Job, folder: Path) -> str:
     result = train(every_epoch, folder, data_dir=job.data_dir, device=job.device, watch=watcher(job.quiet))
     if job.weights is not None:
         save_model(result.model, weights_of(recipe, job.weights), overwrite=True)
+    found = metrics(result)
     line = {
         "table": job.name, "cell": job.cell.name, "seed": job.seed, "config": ledger.config_of(recipe),
         "recipe": job.cell.recipe or job.table.recipe, "changes": job.table.changes_of(job.cell, job.seed),
         "data": _data(recipe, job.data_dir), "commit": provenance.commit(job.commit),
         "device": provenance.device_name(next(result.model.parameters()).device), "versions": provenance.versions(),
         "date": datetime.date.today().isoformat(), "seconds": round(time.monotonic() - began, 1),
-        "parameters": sum(p.numel() for p in result.model.parameters()), "metrics": metrics(result),
+        "parameters": sum(p.numel() for p in result.model.parameters()), "metrics": found,
     }  # fmt: skip
     ledger.add(job.folder / f"{job.name}.jsonl", line)
     atomic.remove(folder)
-    told = line["metrics"]
-    return f"{100 * told['top1']:.2f} %, loss {told['train_loss']:.4f}, {line['seconds']} s"
+    return f"{100 * found['top1']:.2f} %, loss {found['train_loss']:.4f}, {line['seconds']} s"
 
 
 def weights_of(recipe: Recipe, weights: Path) -> Path:
