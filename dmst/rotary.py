@@ -10,8 +10,8 @@ are multiplied by the tables but never shuffled:
 
     <rot_n z, w> = <z * cos_n, w> + <z * sin_n, turn(w)>,          turn(w)_2j = w_2j+1,  turn(w)_2j+1 = -w_2j
 
-Tables are real, (n, d) with each pair's value written twice. Angles are computed in float64, then cast. One
-table per (width, device, dtype) serves every layer; it grows by powers of two, and it is never saved.
+Tables are real, (n, d) with each pair's value written twice. Angles are computed in float64, then cast. One table serves every
+layer of its width, device and dtype; its length is a power of two, and it is never saved. A traced graph computes its own.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def table(
         return None
     if mode == "1d":
         return _line(dim, n, device, dtype)
-    return _plane(dim, *_grid(grid, n), device, dtype)
+    return _cached(_plane, dim, *_grid(grid, n), device, dtype)
 
 
 def factors(
@@ -68,61 +68,9 @@ def factors(
     """The same rotations as `table`, factored. 1d: runs of `step` tokens; 2d: far turns by the row, near by the column."""
     if mode == "none":
         return None
-    sides = None if mode == "1d" else _grid(grid, n)
-    if tracing.traced() or tracing.dispatched():
-        compute = _compute_factors if dim % 8 else _in_one  # whose pieces begin where wide loads can read
-        return compute(dim, n, sides, step, device, dtype)
-    key = (dim, n, sides, step, device, dtype)
-    found = _FACTORS.get(key)
-    if found is None:
-        with torch.inference_mode(False), torch.no_grad():
-            found = _compute_factors(*key)
-        if len(_FACTORS) < _FACTORS_KEPT and type(found.far.cos) is Tensor and not _recorded(device):
-            if sides is not None:  # else views of what has settled
-                _settle(device)
-            _FACTORS[key] = found
-    return found
-
-
-def _compute_factors(
-    dim: int, n: int, sides: tuple[int, int] | None, step: int, device: torch.device, dtype: torch.dtype
-) -> Factors:
-    if sides is None:
-        return Factors(_steps(dim, step, -(-n // step), device, dtype), _steps(dim, 1, step, device, dtype), step)
-    rows, columns = sides
-    still = Table(torch.ones(1, dim // 4, device=device, dtype=dtype), torch.zeros(1, dim // 4, device=device, dtype=dtype))
-    far, near = (_steps(dim // 2, 1, side, device, dtype) for side in (rows, columns))
-    return Factors(
-        Table(*(torch.cat((x, y.expand_as(x)), -1) for x, y in zip(far, still, strict=True))),
-        Table(*(torch.cat((y.expand_as(x), x), -1) for x, y in zip(near, still, strict=True))),
-        columns,
-    )
-
-
-def _in_one(dim: int, n: int, sides: tuple[int, int] | None, step: int, device: torch.device, dtype: torch.dtype) -> Factors:
-    """The same numbers as four pieces of one tensor (2, far + near, d / 2), for a traced graph: every layer of it computes its
-    own, and the compiler makes one kernel of this in place of four.
-    """
-    far, near = (-(-n // step), step) if sides is None else sides
-    row = torch.arange(far + near, device=device, dtype=torch.float64).unsqueeze(-1)
-    pair = torch.arange(0, dim, 2, device=device, dtype=torch.float64)
-    behind = row >= far
-    place = torch.where(behind, row - far, row if sides is not None else step * row)
-    if sides is None:
-        angle = place * BASE ** (-pair / dim)
-    else:
-        by_column = pair >= dim // 2
-        angle = place * BASE ** (-torch.where(by_column, pair - dim // 2, pair) / (dim // 2))
-        angle = torch.where(by_column ^ behind, 0.0, angle)  # the row turns no pair of the column
-    first = torch.arange(2, device=device).view(2, 1, 1) == 0
-    both = torch.where(first, angle.cos(), angle.sin()).to(dtype)
-
-    def cut(which: int, begin: int, rows: int) -> Tensor:  # a slice would be computed apart
-        return both.as_strided((rows, dim // 2), (dim // 2, 1), (which * (far + near) + begin) * (dim // 2))
-
-    return Factors(
-        Table(cut(0, 0, far), cut(1, 0, far)), Table(cut(0, far, near), cut(1, far, near)), step if sides is None else near
-    )
+    if mode == "1d":
+        return _cached(_factors, dim, -(-n // step), step, False, device, dtype)
+    return _cached(_factors, dim, *_grid(grid, n), True, device, dtype)
 
 
 def _grid(grid: tuple[int, int] | None, n: int) -> tuple[int, int]:
@@ -164,93 +112,45 @@ def rotate(z: Tensor, positions: Table) -> Tensor:
 
 # --- the shared tables -----------------------------------------------------------------------------------------------
 
-_LINES: dict[tuple, Table] = {}  # (dim, device, dtype) -> the longest table so far
-_STEPS: dict[tuple, Table] = {}  # (dim, step, device, dtype) -> likewise, every step-th row, one value a pair
-_PLANES: dict[tuple, Table] = {}  # (dim, rows, columns, device, dtype) -> table, the most recent last
-_PLANES_KEPT = 32
-_FACTORS: dict[tuple, Factors] = {}  # (dim, n, grid, step, device, dtype) -> the first so many, for good: short, or views
-_FACTORS_KEPT = 128
-_RETIRED: list[Table] = []  # replaced on a CUDA device: a recorded graph may still read them. Growth doubles, so they are few
+_TABLES: dict[tuple, Any] = {}
+_KEPT = 64
 
 
-def _line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
-    """The first n rows of the shared table, grown where needed. Old rows keep their bits: a row depends on n and d alone."""
-    return _grown(_LINES, (dim, device, dtype), n, _compute_line, dim)
-
-
-def _steps(dim: int, step: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
-    return _grown(_STEPS, (dim, step, device, dtype), n, _compute_steps, dim, step)
-
-
-def _grown(tables: dict[tuple, Table], key: tuple, n: int, compute: Callable[..., Table], *args: int) -> Table:
-    *_, device, dtype = key
-    if tracing.traced() or tracing.dispatched():  # a traced graph computes its own rows: no state, and n may be symbolic
-        return compute(*args, n, device, dtype)
-    found = tables.get(key)
-    if found is None or found.cos.shape[0] < n:
-        if _recorded(device):
-            return compute(*args, n, device, dtype)
-        found = _keep(tables, key, compute, *args, max(64, 1 << (n - 1).bit_length()), device, dtype)
-    return Table(found.cos[:n], found.sin[:n])
-
-
-def _recorded(device: torch.device) -> bool:
-    """Inside a CUDA graph that is being recorded: what is made there has no values yet, and must not be left for others."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _plane(dim: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Table:
-    """The table of one grid; the last few grids are remembered."""
+def _cached(compute: Callable[..., Any], *key: Any) -> Any:
+    """compute(*key), kept for the next call."""
+    device = key[-2]
     if tracing.traced() or tracing.dispatched():
-        return _compute_plane(dim, rows, columns, device, dtype)
-    key = (dim, rows, columns, device, dtype)
-    found = _PLANES.get(key)
-    if found is None and _recorded(device):
-        return _compute_plane(*key)
+        return compute(*key)
+    found = _TABLES.get((compute, *key))
+    if found is None and tracing.recorded(device):  # it has no values yet: not for others
+        return compute(*key)
     if found is None:
-        found = _keep(_PLANES, key, _compute_plane, *key)
-        while len(_PLANES) > _PLANES_KEPT:
-            _retire(_PLANES.pop(next(iter(_PLANES)), None), device)
+        with torch.inference_mode(False), torch.no_grad():  # a table made in inference mode could never be trained with
+            found = compute(*key)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # other streams will read it without waiting
+        elif len(_TABLES) >= _KEPT:  # on a GPU all stay: a recorded graph may read them
+            _TABLES.pop(next(iter(_TABLES)), None)
+        _TABLES[(compute, *key)] = found
     return found
 
 
-def _keep(tables: dict[tuple, Table], key: tuple, compute: Callable[..., Table], *args: object) -> Table:
-    with torch.inference_mode(False), torch.no_grad():  # a table made in inference mode could never be trained with
-        made = compute(*args)
-    if type(made.cos) is Tensor:  # a fake or wrapped tensor must not be left for others
-        _retire(tables.get(key), made.cos.device)
-        _settle(made.cos.device)
-        tables[key] = made
-    return made
+def _line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
+    """The first n rows of a table that is as long as a power of two: a row depends on n and d alone."""
+    if tracing.traced() or tracing.dispatched():  # n may be symbolic
+        return _line_of(dim, n, device, dtype)
+    whole = _cached(_line_of, dim, max(64, 1 << (n - 1).bit_length()), device, dtype)
+    return Table(whole.cos[:n], whole.sin[:n])
 
 
-def _settle(device: torch.device) -> None:
-    """Wait for what was just made: other streams will read it without waiting."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def _retire(table: Table | None, device: torch.device) -> None:
-    if table is not None and device.type == "cuda":
-        _RETIRED.append(table)
-
-
-def _compute_steps(dim: int, step: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
-    angle = _angles(dim, step, n, device)
-    return Table(angle.cos().to(dtype), angle.sin().to(dtype))
-
-
-def _compute_line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
-    angle = _angles(dim, 1, n, device).unsqueeze(-1).expand(-1, -1, 2).flatten(1)  # each twice
-    return Table(angle.cos().to(dtype), angle.sin().to(dtype))
-
-
-def _angles(dim: int, step: int, n: int, device: torch.device) -> Tensor:
+def _line_of(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
     pair = torch.arange(0, dim, 2, device=device, dtype=torch.float64)
-    return step * torch.arange(n, device=device, dtype=torch.float64).unsqueeze(-1) * BASE ** (-pair / dim)
+    angle = torch.arange(n, device=device, dtype=torch.float64).unsqueeze(-1) * BASE ** (-pair / dim)
+    angle = angle.unsqueeze(-1).expand(-1, -1, 2).flatten(1)  # each twice
+    return Table(angle.cos().to(dtype), angle.sin().to(dtype))
 
 
-def _compute_plane(dim: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Table:
+def _plane(dim: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Table:
     shape = (rows, columns, dim // 2)
     by_row, by_column = (_line(dim // 2, size, device, dtype) for size in (rows, columns))
     cos, sin = (
@@ -258,3 +158,25 @@ def _compute_plane(dim: int, rows: int, columns: int, device: torch.device, dtyp
         for row, column in zip(by_row, by_column, strict=True)
     )
     return Table(cos, sin)
+
+
+def _factors(dim: int, far: int, near: int, plane: bool, device: torch.device, dtype: torch.dtype) -> Factors:
+    """Four pieces of one tensor (2, far + near, d / 2): every layer of a traced graph computes its own, in one kernel."""
+    row = torch.arange(far + near, device=device, dtype=torch.float64).unsqueeze(-1)
+    pair = torch.arange(0, dim, 2, device=device, dtype=torch.float64)
+    is_near = row >= far
+    place = torch.where(is_near, row - far, row if plane else near * row)
+    if plane:
+        by_column = pair >= dim // 2
+        angle = place * BASE ** (-torch.where(by_column, pair - dim // 2, pair) / (dim // 2))
+        angle = torch.where(by_column ^ is_near, 0.0, angle)  # the row turns no pair of the column
+    else:
+        angle = place * BASE ** (-pair / dim)
+    first = torch.arange(2, device=device).view(2, 1, 1) == 0
+    both = torch.where(first, angle.cos(), angle.sin()).to(dtype)
+
+    def cut(which: int, begin: int, rows: int) -> Tensor:  # a slice would be computed apart
+        piece = both.as_strided((rows, dim // 2), (dim // 2, 1), (which * (far + near) + begin) * (dim // 2))
+        return piece.clone() if dim % 8 else piece  # wide loads read from multiples of 16 bytes
+
+    return Factors(Table(cut(0, 0, far), cut(1, 0, far)), Table(cut(0, far, near), cut(1, far, near)), near)

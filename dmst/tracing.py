@@ -5,7 +5,7 @@ traced()          torch.compile, torch.export, torch.jit.trace: what is done onc
 exported()        of these, the ones whose graph somebody else will read: plain operators only
 transformed()     torch.func transforms or forward-mode differentiation: tensors hide their batch and their tangents
 dispatched()      a dispatch mode (fake tensors, make_fx, a FLOP counter): tensors may have no values to read
-recorded(x)       a CUDA graph is recorded where x is: nothing has a value yet
+recorded(device)  a CUDA graph is recorded there: nothing has a value yet
 surely(x)         x, a condition on sizes; while a graph is traced, whether it holds for all that the graph will serve
 is_plain(module)  its own weights are all that a call of it is: no adapter, no hook, no quantized or sharded weight
 """
@@ -60,8 +60,9 @@ def dispatched() -> bool:
     return not torch.compiler.is_compiling() and is_in_torch_dispatch_mode()
 
 
-def recorded(x: torch.Tensor) -> bool:
-    return x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+def recorded(device: torch.device) -> bool:
+    cuda = device.type == "cuda" and not torch.compiler.is_compiling()
+    return cuda and torch.cuda.is_current_stream_capturing()
 
 
 def surely(condition: bool) -> bool:

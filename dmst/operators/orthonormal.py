@@ -44,7 +44,7 @@ class OrthonormalLinear(nn.Linear):
         if not tracing.is_tensor(self.weight):
             return self.weight
         if self.training and isinstance(self.weight, nn.Parameter):
-            if tracing.recorded(self.weight):
+            if tracing.recorded(self.weight.device):
                 return _OnManifold.apply(self.weight)
             if self.kept and tracing.traced():
                 with without_autocast(self.weight):
@@ -72,7 +72,7 @@ class OrthonormalLinear(nn.Linear):
         return nn.functional.linear(z, self.basis(), self.bias)
 
     def _readable(self) -> bool:
-        hidden = tracing.traced() or tracing.transformed() or tracing.dispatched() or tracing.recorded(self.weight)
+        hidden = tracing.traced() or tracing.transformed() or tracing.dispatched() or tracing.recorded(self.weight.device)
         return not (self.weight.is_meta or hidden)
 
 
@@ -103,7 +103,7 @@ SETTLINGS = 12  # from |E| = 3, where a first step of AdamW is far too long, to 
 def retract(*models: nn.Module) -> None:
     """The orthonormal matrices of models back onto their manifold, which a step or another dtype leaves."""
     layers = [module for model in models for module in model.modules() if isinstance(module, OrthonormalLinear)]
-    if layers and tracing.recorded(layers[0].weight):
+    if layers and tracing.recorded(layers[0].weight.device):
         settle_(layers)
     else:
         for layer in layers:
