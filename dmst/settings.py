@@ -1,4 +1,4 @@
-"""Settings: frozen dataclasses whose fields state their rules, checked in one place.
+"""Settings: frozen dataclasses whose fields state their rules. Sections of a recipe and the config of a model are such.
 
     @dataclass(frozen=True, kw_only=True)
     class Optim(Settings):
@@ -7,15 +7,15 @@
         options: dict[str, Any] = setting({}, "a table of plain values")
 
 A value of the wrong type (True is not a number), out of its range or not finite raises OptionError and names the field; whole
-numbers are taken where a float is asked for. Text has at most TEXT bytes, so that it fits on a line of a recipe, and no control
-characters but tabs and new lines.
+numbers are taken where a float is asked for. Text has at most TEXT bytes and no control characters but tabs and new lines.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 from dmst.errors import TEXT, OptionError, choose, shown
@@ -33,10 +33,11 @@ def setting(
     high: float = math.inf,
     above: float = -math.inf,
     below: float = math.inf,
-    choices: Sequence[Any] | None = None,
+    choices: Iterable[str] | None = None,
 ) -> Any:
     """A field with its rule: `low` and `high` are allowed themselves, `above` and `below` are not; so infinity never is."""
-    rule = {"help": help, "low": low, "high": high, "above": above, "below": below, "choices": choices}
+    taken = None if choices is None else tuple(choices)
+    rule = {"help": help, "low": low, "high": high, "above": above, "below": below, "choices": taken}
     if isinstance(default, dict):
         return field(default_factory=default.copy, hash=False, metadata=rule)
     return field(default=default, metadata=rule)
@@ -45,68 +46,67 @@ def setting(
 @dataclass(frozen=True)
 class Settings:
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if "help" in each.metadata:
-                object.__setattr__(self, each.name, self.checked(each.name, getattr(self, each.name)))
+        for rule in self.rules().values():
+            self._set(rule.name, check(rule, getattr(self, rule.name)))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     @classmethod
     def rules(cls) -> dict[str, Field[Any]]:
-        """The fields by name."""
+        """The fields that have a rule, by name."""
         return {each.name: each for each in fields(cls) if "help" in each.metadata}
 
-    @classmethod
-    def checked(cls, name: str, value: Any, what: str = "") -> Any:
-        """`value` as the field keeps it, if it follows the field's rule; `what` is how a message calls it."""
-        each = cls.rules()[name]
-        return _checked(what or name, value, str(each.type), each.metadata)
 
-
-def rule_in_words(each: Field[Any]) -> str:
-    """What a field takes: "adamw | muon", "a number from 0 to 1"."""
-    rule = each.metadata
-    if rule["choices"] is not None:
-        return " | ".join(str(choice) or '""' for choice in rule["choices"])
-    return WORDS[str(each.type)] + _range(rule)
-
-
-def _checked(name: str, value: Any, kind: str, rule: Mapping[str, Any]) -> Any:
-    if kind == "float" and type(value) is int and abs(value) < 2**53:
-        value = float(value)
+def check(rule: Field[Any], value: Any, name: str = "") -> Any:
+    """`value` as the field keeps it, if it follows the field's rule; `name` is how a message calls it."""
+    kind, name = str(rule.type).removesuffix(" | None"), name or rule.name
+    if value is None and kind != rule.type:
+        return None
+    if isinstance(value, Integral) and type(value) is not bool:  # numpy's too
+        value = int(value)
+        if kind == "float" and abs(value) < 2**53:
+            value = float(value)
     if type(value) is not KINDS[kind]:
-        raise OptionError(f"{name} is {shown(value)}: it must be {WORDS[kind]}.")
-    if kind == "str" and not _plain(value):
+        raise OptionError(f"{name} is {shown(value)}: it must be {rule_in_words(rule)}.")
+    if kind == "str" and not _is_plain(value):
         raise OptionError(f"{name} is {shown(value)}: it must be text of at most {TEXT} bytes, without control characters.")
     if kind == "dict[str, Any]":
-        return {key: _entry(f"{name}.{key}", entry) for key, entry in value.items()}
-    if rule["choices"] is not None:
-        return choose(name, value, rule["choices"])
-    if kind in ("int", "float") and not (rule["low"] <= value <= rule["high"] and rule["above"] < value < rule["below"]):
-        raise OptionError(f"{name} is {shown(value)}: it must be {WORDS[kind]}{_range(rule) or ' and finite'}.")
+        return {key: _check_entry(f"{name}.{key}", entry) for key, entry in value.items()}
+    if rule.metadata["choices"] is not None:
+        return choose(name, value, rule.metadata["choices"])
+    if kind in ("int", "float") and not _is_inside(value, **rule.metadata):
+        raise OptionError(f"{name} is {shown(value)}: it must be {rule_in_words(rule)}.")
     return value
 
 
-def _entry(name: str, value: Any) -> bool | int | float | str:
+def rule_in_words(rule: Field[Any]) -> str:
+    """What a field takes: "adamw | muon", "a number from 0 to 1"."""
+    if rule.metadata["choices"] is not None:
+        return " | ".join(str(choice) or '""' for choice in rule.metadata["choices"])
+    ends = {"low": "of at least", "above": "above", "high": "of at most", "below": "below"}
+    ends = {key: word for key, word in ends.items() if math.isfinite(rule.metadata[key])}
+    numbers = {key: f"{x:,}" if type(x := rule.metadata[key]) is int else f"{x:g}" for key in ends}
+    said = " and ".join(f"{word} {numbers[key]}" for key, word in ends.items())
+    if ends.keys() == {"low", "high"}:
+        said = f"from {numbers['low']} to {numbers['high']}"
+    return f"{WORDS[str(rule.type).removesuffix(' | None')]} {said}".strip()
+
+
+def _is_inside(value: float, low: float, high: float, above: float, below: float, **_: Any) -> bool:
+    return low <= value <= high and above < value < below
+
+
+def _check_entry(name: str, value: Any) -> bool | int | float | str:
     """One value of a table."""
-    if type(value) is bool or (type(value) is str and _plain(value)) or (type(value) in (int, float) and abs(value) < 2**63):
+    if type(value) is bool or (type(value) is str and _is_plain(value)) or (type(value) in (int, float) and abs(value) < 2**63):
         return value
     raise OptionError(f"{name} is {shown(value)}: it must be a finite number, true, false or short text.")
 
 
-def _plain(text: str) -> bool:
+def _is_plain(text: str) -> bool:
     try:
-        size = len(text.encode())  # half a character, as bytes of another encoding become on a command line, has no UTF-8
-    except UnicodeEncodeError:
+        size = len(text.encode())
+    except UnicodeEncodeError:  # half a character, as bytes of another encoding become on a command line
         return False
     return size <= TEXT and not any((c < " " and c not in "\n\t") or c == "\x7f" for c in text)
-
-
-def _range(rule: Mapping[str, Any]) -> str:
-    words = {"low": "of at least", "above": "above", "high": "of at most", "below": "below"}
-    said = [f"{word} {_number(rule[key])}" for key, word in words.items() if abs(rule[key]) < math.inf]
-    if min(rule["low"], -rule["high"]) > -math.inf:
-        said = [f"from {_number(rule['low'])} to {_number(rule['high'])}"]
-    return " " + " and ".join(said) if said else ""
-
-
-def _number(x: float) -> str:
-    return f"{x:,}" if type(x) is int else f"{x:g}"

@@ -38,7 +38,7 @@ UNTRACED = (
     "test_stems.py::test_recorded",
     "test_model_pieces.py::test_class_attention_compiled", "test_models.py::test_the_trace_of_a_compiled",
     "test_bench.py::test_a_run_writes", "test_fused_registration.py::test_compiles", "test_fused_registration.py::test_opcheck",
-    "test_zoo.py::test_every_listed_model", "test_zoo.py::test_a_config", "test_recipes.py::test_round_trip",
+    "test_zoo.py::test_every_listed_model", "test_zoo.py::test_a_config", "test_recipe.py::test_round_trip",
     "test_model_files.py::test_any_header", "test_gate_positions.py::test_gradients",
     "test_orthonormal.py::test_a_matrix",
     "test_timm.py::test_files", "test_timm_contract.py::test_forward", "test_timm_contract.py::test_default",

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from dmst import errors
-from dmst.engine.sections import Run
+from dmst.engine.recipe import Run
 from dmst.models.zoo import model_config
 from tests import forked
 

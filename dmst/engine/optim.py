@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dmst.engine.muon import Muon
-from dmst.engine.sections import Recipe, Schedule
+from dmst.engine.recipe import Recipe, Schedule
 from dmst.models import VisionModel
 
 

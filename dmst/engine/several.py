@@ -15,7 +15,7 @@ import torch
 from dmst.data.loader import Batch, Shard, TrainStream
 from dmst.engine import prepare
 from dmst.engine.distributed import Group
-from dmst.engine.sections import Recipe
+from dmst.engine.recipe import Recipe
 from dmst.engine.train_step import StepMetrics, TrainStep
 
 

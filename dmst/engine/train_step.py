@@ -27,7 +27,7 @@ from dmst.data.loader import Batch
 from dmst.engine.distributed import Group, share_batch_norms
 from dmst.engine.evaluate import precision
 from dmst.engine.optim import Mean, Optimizer
-from dmst.engine.sections import Recipe
+from dmst.engine.recipe import Recipe
 from dmst.errors import DeviceMemoryError, NonFiniteError, OptionError
 from dmst.models import VisionModel
 from dmst.operators.orthonormal import OrthonormalLinear, retract

@@ -19,80 +19,67 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from numbers import Integral
 from typing import Any
 
-from dmst.errors import OptionError, choose, flag, number, shown, unknown_name
+from dmst.errors import OptionError, choose, shown, unknown_name
 from dmst.models.feedforward import FEEDFORWARDS
 from dmst.models.positions import POSITIONS
 from dmst.models.stems import STEMS
 from dmst.operators import OPERATORS, Operator, create
+from dmst.settings import Settings, check, setting
 
 READOUTS = ("class_attention", "token", "mean")
 POOLS = ("token", "avg", "")
-# what no network needs more of; that a config alone could ask for terabytes, or for hours
-MOST = {
-    "dim": 65_536, "depth": 256, "num_heads": 65_536, "patch_size": 4_096, "readout_depth": 256, "in_chans": 4_096,
-    "num_classes": 10_000_000,
-}  # fmt: skip
-MOST_PIXELS, MOST_PATCHES = 4_096, 65_536  # along a side; of an image
+MOST_PATCHES = 65_536  # of an image
 OURS = ("dim", "num_heads", "bias", "proj_drop", "device", "dtype")  # what a block passes to every operator by itself
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """One network. Fields keep timm's spelling where timm has a word for them."""
+class ModelConfig(Settings):
+    """One network. Fields keep timm's spelling where timm has a word for them.
 
-    name: str = "custom"
-    dim: int = 192
-    depth: int = 12
-    num_heads: int = 4
-    operator: str = "dmsa"
+    The upper ends are what no network needs more of: a config alone could ask for terabytes, or for hours.
+    """
+
+    name: str = setting("custom", "how messages call it")
+    dim: int = setting(192, "width of a token", low=1, high=65_536)
+    depth: int = setting(12, "blocks", low=1, high=256)
+    num_heads: int = setting(4, "heads of the operator", low=1, high=65_536)
+    operator: str = "dmsa"  # a name of OPERATORS
     operator_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    patch_size: int = 16
-    stem: str = "conv"
-    position: str = "fourier"
-    feedforward: str = "mlp"
-    mlp_ratio: float = 4.0
-    readout: str = "class_attention"
-    readout_depth: int = 2
-    global_pool: str | None = None  # what the classifier reads: token, avg, or "" for every token; None: the readout's own
-    layer_scale: float | None = 1.0  # the start of every LayerScale; None: none
-    token_std: float = 0.02  # the start of class token and learned positions
-    norm_eps: float = 1e-6  # of every LayerNorm but those of the stem
-    qkv_bias: bool = True
-    drop_rate: float = 0.0
-    proj_drop_rate: float = 0.0
-    drop_path_rate: float = 0.0  # the same in every block; class attention has none
+    patch_size: int = setting(16, "side of a patch, in pixels", low=1, high=4_096)
+    stem: str = setting("conv", "from pixels to tokens", choices=STEMS)
+    position: str = setting("fourier", "how places are told", choices=POSITIONS)
+    feedforward: str = setting("mlp", "second half of a block", choices=FEEDFORWARDS)
+    mlp_ratio: float = setting(4.0, "hidden width of the feedforward, in dims", above=0, high=1e6)
+    readout: str = setting("class_attention", "from tokens to the classifier", choices=READOUTS)
+    readout_depth: int = setting(2, "blocks of class attention", low=0, high=256)
+    global_pool: str | None = setting(
+        None, 'what the classifier reads; "": every token; None: the readout\'s own', choices=POOLS
+    )
+    layer_scale: float | None = setting(1.0, "start of every LayerScale; None: none", low=-1e6, high=1e6)
+    token_std: float = setting(0.02, "start of class token and learned positions", low=0, high=1e6)
+    norm_eps: float = setting(1e-6, "of every LayerNorm but those of the stem", low=1e-12, high=1)
+    qkv_bias: bool = setting(True, "biases in the operator")
+    drop_rate: float = setting(0.0, "dropout before the classifier", low=0, high=1)
+    proj_drop_rate: float = setting(0.0, "dropout after operator and feedforward", low=0, high=1)
+    drop_path_rate: float = setting(0.0, "the same in every block; class attention has none", low=0, high=1)
     img_size: int | tuple[int, int] = 224  # other sizes run too; learned positions are stored for this one
-    in_chans: int = 3
-    num_classes: int = 1000
+    in_chans: int = setting(3, "channels of an image", low=1, high=4_096)
+    num_classes: int = setting(1000, "0: no classifier", low=0, high=10_000_000)
 
     def __post_init__(self) -> None:
-        for name, most in MOST.items():
-            self._set(name, _whole(name, getattr(self, name), 0 if name in ("readout_depth", "num_classes") else 1, most))
-        choose("stem", self.stem, STEMS)
-        choose("position", self.position, POSITIONS)
-        choose("feedforward", self.feedforward, FEEDFORWARDS)
-        choose("readout", self.readout, READOUTS)
-        flag("qkv_bias", self.qkv_bias)
-        for name in ("drop_rate", "proj_drop_rate", "drop_path_rate"):
-            number(name, getattr(self, name), 0, 1)
-        number("mlp_ratio", self.mlp_ratio, 1 / self.dim, 1e6)
-        number("token_std", self.token_std, 0, 1e6)
-        number("norm_eps", self.norm_eps, 1e-12, 1)
-        if self.layer_scale is not None:
-            number("layer_scale", self.layer_scale, -1e6, 1e6)
+        super().__post_init__()
         OPERATORS.find(self.operator)
-        self._set("img_size", sides("img_size", self.img_size, self.patch_size))
+        if self.mlp_ratio * self.dim < 1:
+            raise OptionError(f"mlp_ratio is {self.mlp_ratio}: {self.dim} times that must be at least 1.")
+        self._set("img_size", _sides(self.img_size, self.patch_size))
         if (patches := math.prod(self.grid)) > MOST_PATCHES:
             raise OptionError(
                 f"img_size is {shown(self.img_size)}: that is {patches:,} patches, and at most {MOST_PATCHES:,} are possible; "
                 "take smaller images or a larger patch_size."
             )
         self._set("operator_options", _options(self.operator_options))
-        if not isinstance(self.name, str):
-            raise OptionError(f"name is {shown(self.name)}: it must be text.")
         pools = POOLS if self.readout != "mean" else POOLS[1:]
         self._set("global_pool", pools[0] if self.global_pool is None else self.global_pool)
         choose(f"global_pool of readout {self.readout!r}", self.global_pool, pools)
@@ -105,18 +92,12 @@ class ModelConfig:
                 raise OptionError(
                     f"dim is {self.dim}: a conv stem for patch_size {self.patch_size} needs a multiple of {share}."
                 )
-        if self.readout == "token" and "2d" in (
-            self.operator_options.get("rotary"),
-            self.operator_options.get("gate_rotary"),
-            self.operator_options.get("position_scores"),
-        ):
+        by_place = ("rotary", "gate_rotary", "position_scores")
+        if self.readout == "token" and any(self.operator_options.get(name) == "2d" for name in by_place):
             raise OptionError("2d positions need a grid of patches alone, and readout 'token' puts a class token among them.")
         if self.readout == "class_attention" and self.global_pool == "token" and not self.readout_depth:
             raise OptionError("readout_depth is 0: then the class token never looks at the patches; it must be at least 1.")
         self.create_operator(device="meta")  # its own options are refused here too, by the operator itself
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
 
     def create_operator(self, **factory: Any) -> Operator:
         """The operator of one block."""
@@ -161,24 +142,17 @@ class ModelConfig:
         return replace(self, **overrides | {"operator": operator, "operator_options": options})
 
 
-def sides(name: str, size: Any, patch_size: int) -> tuple[int, int]:
+def _sides(size: Any, patch_size: int) -> tuple[int, int]:
     """`size` as (height, width), each a multiple of the patch."""
     pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2:
-        raise OptionError(f"{name} is {shown(size)}: it must be one whole number, or (height, width).")
-    pair = tuple(_whole(name, side, 1, MOST_PIXELS) for side in pair)
-    for side in pair:
+        raise OptionError(f"img_size is {shown(size)}: it must be one whole number, or (height, width).")
+    height, width = (check(ModelConfig.rules()["patch_size"], side, "img_size") for side in pair)  # both are sides in pixels
+    for side in (height, width):
         if side % patch_size:
             near = max(round(side / patch_size), 1) * patch_size
-            raise OptionError(f"{name} is {shown(size)}: {side} is not a multiple of the patch size {patch_size}; {near} is.")
-    return pair
-
-
-def _whole(name: str, value: Any, low: int, high: int) -> int:
-    """`value` as an int, if it is a whole number in the range; numpy's are, True is not."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        raise OptionError(f"{name} is {shown(value)}: it must be a whole number from {low} to {high:,}.")
-    return int(value)
+            raise OptionError(f"img_size is {shown(size)}: {side} is not a multiple of the patch size {patch_size}; {near} is.")
+    return height, width
 
 
 def _options(value: Any) -> dict[str, Any]:

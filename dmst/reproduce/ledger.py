@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dmst.engine.lock import posix
-from dmst.engine.sections import Recipe
+from dmst.engine.recipe import Recipe
 from dmst.errors import BadFileError
 
 Line = dict[str, Any]

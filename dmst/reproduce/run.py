@@ -26,7 +26,7 @@ from dmst import atomic, provenance
 from dmst.analysis import probes
 from dmst.engine import lock, prepare
 from dmst.engine.console import watcher
-from dmst.engine.sections import Recipe
+from dmst.engine.recipe import Recipe
 from dmst.engine.train_loop import Result, train
 from dmst.errors import DmstError, Stopped
 from dmst.models import save_model

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from dmst.engine.recipe import read_recipe
-from dmst.engine.sections import Recipe
+from dmst.engine.recipe import Recipe, read_recipe
 from dmst.reproduce import ledger
 
 LAYERS = {
