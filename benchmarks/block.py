@@ -1,41 +1,39 @@
-"""A block's first line, z + scale * operator(norm z), beside the least that it can cost: z + out(subspace(norm z)), compiled.
+"""The two lines of a DMST-S block on a CUDA device, beside the least that they can cost. CUDA-graph replay, medians.
 
     python benchmarks/block.py [--shapes 256x197 64x1024] [--streams float32 bfloat16] [--json results/h200/block.json]
 
-    floor       LayerNorm, the two projections and the addition, by torch.compile
-    parts       norm, fused operator, LayerScale and addition one by one        parts compiled    the same by torch.compile
-    step        all of it as one operator (docs/kernels.md, the residual step)  step compiled
+    attend, floor    z + out(subspace(norm z)) by torch.compile: LayerNorm, the two projections, the addition
+    attend, parts    z + scale * operator(norm z): norm, fused operator, scale and addition one by one
+    attend, step     the same as one operator (docs/kernels.md, the residual step)
+    mlp, plain       W2 gelu(W1 z) in inference, torch's product and GELU       mlp, kernel    the first product by our kernel
 
-CUDA-graph replay, forward alone and with backward, medians. `float32` is a stream of float32 tokens under bfloat16 autocast, as
-networks train; `bfloat16` has tokens and weights in it. A row has a time only if its output and every gradient hold the bars
-against float64.
+"compiled" after a name: by torch.compile. `float32` is a stream of float32 tokens under bfloat16 autocast, as networks train.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import measure
 import torch
 from torch import Tensor, nn
 
-import dmst
-from dmst import provenance
-from dmst.bench import parity, timing
-from dmst.bench.measure import FELL_BACK
-from dmst.kernels import plan
+from dmst.kernels import plan, use_kernels
 from dmst.models.block import Block
+from dmst.models.feedforward import Mlp
 from dmst.models.zoo import model_config
 
 SHAPES = ("256x197", "64x1024", "16x4096", "4x16384", "1x65536")
-STREAMS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WAYS = {"parts": (False, False), "parts compiled": (False, True), "step": (True, False), "step compiled": (True, True)}
+BARS = {"attend": measure.BARS[torch.bfloat16], "mlp": (6e-3, 0.0)}
+WAYS = {  # one operator?, compiled?
+    "floor": (False, True),
+    "parts": (False, False),
+    "parts compiled": (False, True),
+    "step": (True, False),
+    "step compiled": (True, True),
+}
 
 
 class Floor(nn.Module):
@@ -43,37 +41,44 @@ class Floor(nn.Module):
         super().__init__()
         self.norm, self.subspace, self.out = nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
 
-    def forward(self, z: Tensor) -> Tensor:
+    def attend(self, z: Tensor) -> Tensor:
         return z + self.out(self.subspace(self.norm(z)))
 
 
-class Line(nn.Module):
-    """The first line of a block of DMST-S."""
+def attend_row(row: measure.Row, stream: torch.dtype) -> None:
+    one_operator, compiled = WAYS[row["way"]]
+    plan.STEPS = one_operator
+    config = model_config("dmst_small", layer_scale=0.1, drop_path_rate=0.0)
+    made: Any = measure.fill(Floor(config.dim) if row["way"] == "floor" else Block(config)).to("cuda", stream)
+    named = {name: p for name, p in made.named_parameters() if not name.startswith("feedforward")}
+    call = under_autocast(measure.compiled(made.attend) if compiled else made.attend, stream)
+    inputs = measure.tokens(row["B"], row["N"], config.dim, torch.device("cuda"), stream)
 
-    def __init__(self) -> None:
-        super().__init__()
-        block = Block(model_config("dmst_small", layer_scale=0.1, drop_path_rate=0.0))
-        self.norm, self.operator, self.residual = block.norm, block.operator, block.residual
+    def step(turn: int) -> measure.Results:
+        return measure.train(call, list(named.values()), *inputs[turn])
 
-    attend = Block.attend
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.attend(z)  # type: ignore[arg-type]
-
-
-def filled(module: nn.Module) -> nn.Module:
-    """Weights of nn.Linear's size, so that every head is on; norms and scales that differ from channel to channel."""
-    chance = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if "norm" in name or "scale" in name:
-                parameter.mul_(1 + 0.2 * torch.rand(parameter.shape, generator=chance)).add_(0.01)
-            else:
-                parameter.uniform_(-(parameter.shape[-1] ** -0.5), parameter.shape[-1] ** -0.5, generator=chance)
-    return module
+    forward, both = measure.graph(lambda turn: measure.forward(call, inputs[turn][0])), measure.graph(step)
+    twin, (z, grad) = copy.deepcopy(made).double(), inputs[0]
+    with use_kernels("reference"):
+        parameters = [twin.get_parameter(name) for name in named]
+        right = measure.train(twin.attend, parameters, z.detach().double().requires_grad_(), grad.double())
+    if measure.passed(row, ["out", "z", *named], [forward.last, both.last], right, BARS["attend"]):
+        row |= {"forward_ms": forward.median, "train_ms": both.median, "peak_mb": measure.peak_mb(step)}
 
 
-def under(call: Callable[[Tensor], Tensor], stream: torch.dtype) -> Callable[[Tensor], Tensor]:
+def mlp_row(row: measure.Row, dtype: torch.dtype) -> None:
+    config = model_config("dmst_small")
+    mlp = measure.fill(Mlp(config)).to("cuda", dtype).eval().requires_grad_(False)
+    inputs = measure.tokens(row["B"], row["N"], config.dim, torch.device("cuda"), dtype)
+    call = measure.compiled(mlp)
+    with use_kernels("auto" if row["way"] == "kernel" else "reference"):
+        forward = measure.graph(lambda turn: measure.forward(call, inputs[turn][0]))
+    right = measure.forward(copy.deepcopy(mlp).double(), inputs[0][0].double())
+    if measure.passed(row, ["out"], [forward.last], right, BARS["mlp"]):
+        row["forward_ms"] = forward.median
+
+
+def under_autocast(call: Callable[[Tensor], Tensor], stream: torch.dtype) -> Callable[[Tensor], Tensor]:
     def run(z: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16, enabled=stream == torch.float32):
             return call(z)
@@ -81,72 +86,24 @@ def under(call: Callable[[Tensor], Tensor], stream: torch.dtype) -> Callable[[Te
     return run
 
 
-def measure(made: nn.Module, compiled: bool, stream: torch.dtype, inputs: parity.Inputs, judged: bool) -> dict[str, Any]:
-    """Times of one way, and how far the output and every gradient are from float64."""
-    torch._dynamo.reset()
-    call = under(torch.compile(made, dynamic=False) if compiled else made, stream)  # type: ignore[arg-type]
-    parameters = list(made.parameters())
-    forward = timing.graph(lambda turn: parity.forward(call, inputs[turn][0]))
-    both = timing.graph(lambda turn: parity.train(call, parameters, *inputs[turn]))
-    row: dict[str, Any] = {"forward_ms": forward.median, "train_ms": both.median}
-    row["peak_mb"] = timing.peak(lambda turn: parity.train(call, parameters, *inputs[turn]))
-    if judged:
-        names = ["out", "z", *(name for name, _ in made.named_parameters())]
-        exact = parity.truth(copy.deepcopy(made).double(), *inputs[0])
-        found = [dict(zip(names, each, strict=False)) for each in (forward.last, both.last)]
-        verdict = parity.judge(found[0], exact, parity.BARS[torch.bfloat16])
-        verdict = verdict.and_then(parity.judge(found[1], exact, parity.BARS[torch.bfloat16]))
-        row |= {"error": verdict.error, "failure": verdict.problem or None}
-    return row
-
-
-def shape_rows(shape: str, name: str, commit: str) -> list[dict[str, Any]]:
-    (b, n), stream, dim = map(int, shape.split("x")), STREAMS[name], 384
-    inputs = parity.draw(b, n, dim, torch.device("cuda"), stream)
-    plan.STEPS = False
-    floor = measure(filled(Floor(dim)).to("cuda", stream), True, stream, inputs, judged=False)
-    rows = [{"what": "floor", "B": b, "N": n, "stream": name, "commit": commit, **floor}]
-    for what, (step, compiled) in WAYS.items():
-        plan.STEPS = step
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", FELL_BACK)
-            row = measure(filled(Line()).to("cuda", stream), compiled, stream, inputs, judged=True)
-        for key in ("forward", "train"):
-            row[f"{key}_x_floor"] = row[f"{key}_ms"] / floor[f"{key}_ms"]
-        if row["failure"]:
-            row |= dict.fromkeys(key for key in row if key.startswith(("forward", "train", "peak")))
-        rows.append({"what": what, "B": b, "N": n, "stream": name, "commit": commit, **row})
-    return rows
-
-
-def told(row: dict[str, Any]) -> str:
-    where = f"{row['B']:>4} x {row['N']:<6} {row['stream']:<9} {row['what']:<15}"
-    if row.get("failure"):
-        return f"{where} {row['failure']}"
-    ratios = f"x {row['forward_x_floor']:.3f} / {row['train_x_floor']:.3f}" if "forward_x_floor" in row else ""
-    return f"{where} {row['forward_ms']:.4f} / {row['train_ms']:.4f} ms, peak {row['peak_mb']:.0f} MiB  {ratios}"
-
-
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--shapes", nargs="+", default=SHAPES, help="samples x tokens")
-    asked.add_argument("--streams", nargs="+", default=list(STREAMS), choices=list(STREAMS))
-    asked.add_argument("--json", type=Path)
-    ask = asked.parse_args()
+    parser = measure.arguments(__doc__)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="BATCHxTOKENS")
+    parser.add_argument("--streams", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    ask = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/block.py needs a CUDA device.")
-    facts = {"device": provenance.device_name(torch.device("cuda")), "versions": provenance.versions(), "dim": 384, "heads": 8}
-    rows: list[dict[str, Any]] = []
-    begun = time.perf_counter()
-    with dmst.use_kernels("auto"):
-        for name in ask.streams:
-            for shape in ask.shapes:
-                for row in shape_rows(shape, name, provenance.commit()):
-                    rows.append(row)
-                    print(told(row), flush=True)
-                if ask.json:
-                    ask.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
-    print(f"{time.perf_counter() - begun:.0f} s")
+    rows = measure.Rows("block", ask, ("what", "way", "B", "N", "stream"))
+    tasks = [("attend", way, stream) for stream in ask.streams for way in WAYS]
+    tasks += [("mlp", way, "bfloat16") for way in ("plain", "kernel")]
+    for shape in ask.shapes:
+        b, n = map(int, shape.split("x"))
+        for what, way, stream in tasks:
+            row = {"what": what, "way": way, "B": b, "N": n, "stream": stream}
+            with measure.attempting(row), use_kernels("auto"):
+                (attend_row if what == "attend" else mlp_row)(row, measure.DTYPES[stream])
+            rows.add(row)
+    rows.finish()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How many of 10,000 test images the networks that ship read with all heads of all layers switched off, beside as they are.
+"""How many of 10,000 test images the shipped networks read with all heads of all layers switched off.
+
+    python benchmarks/heads_off.py --data-dir DIR [--json results/twins/heads-off.json]
 
 The same images both times: `lost` are read with heads only, `won` without them only, p is of McNemar's exact test.
-
-python benchmarks/heads_off.py --data-dir DIR [--json results/twins/heads-off.json]
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ NETWORKS = {"dmst_cifar10": "cifar10", "tost_cifar10": "cifar10", "vit_cifar10":
 
 @torch.no_grad()
 def right(model: VisionModel, images: Sample, off: Mapping[int, Iterable[int]]) -> Tensor:
-    """Of each image whether it is read rightly."""
+    """Of each image whether it is read correctly."""
     with switched_off(model, off):
         return torch.cat([model(batch).argmax(1) == labels for batch, labels in images])
+
+
+def every_head(model: VisionModel) -> dict[int, range]:
+    return {layer: range(model.config.num_heads) for layer in range(len(model.blocks))}
 
 
 def mcnemar(lost: int, won: int) -> float:
@@ -38,28 +42,21 @@ def mcnemar(lost: int, won: int) -> float:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--data-dir", required=True)
-    asked.add_argument("--json", type=Path)
-    told, found = asked.parse_args(), {}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--json", type=Path)
+    ask, found = parser.parse_args(), {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, data in NETWORKS.items():
         model = read_weights(name).to(device)
-        images = sample(model, data, data_dir=told.data_dir, limit=10_000, batch_size=500, device=device)
-        every = {layer: range(model.config.num_heads) for layer in range(len(model.blocks))}
-        with_heads, without = right(model, images, {}), right(model, images, every)
+        images = sample(model, data, data_dir=ask.data_dir, limit=10_000, batch_size=500, device=device)
+        with_heads, without = right(model, images, {}), right(model, images, every_head(model))
         lost, won = int((with_heads & ~without).sum()), int((without & ~with_heads).sum())
-        found[name] = {
-            "images": images.name,
-            "as it is": int(with_heads.sum()),
-            "all heads off": int(without.sum()),
-            "lost": lost,
-            "won": won,
-            "p": mcnemar(lost, won),
-        }
+        counts = {"as it is": int(with_heads.sum()), "all heads off": int(without.sum()), "lost": lost, "won": won}
+        found[name] = {"images": images.name, **counts, "p": mcnemar(lost, won)}
         print(name, found[name], flush=True)
-    if told.json:
-        told.json.write_text(json.dumps(found, indent=1) + "\n")
+    if ask.json:
+        ask.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

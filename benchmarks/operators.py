@@ -1,161 +1,158 @@
-"""Time and kept memory of one layer on the CPU, ours beside the published ones, in one run.
+"""Time and memory of one layer, beside the others. Device: CUDA if there is one, else the CPU.
 
-    python benchmarks/operators.py [--batch 8 --tokens 196 --dim 384 --heads 8 --rounds 100] [--json FILE] [--readme FILE]
+    python benchmarks/operators.py [--shapes 256x197 64x1024] [--only dmsa floor] [--modes graph eager compiled] [--json FILE]
 
-"floor" is the two projections alone, out(subspace(z)): the least a layer of this kind can cost. Every round times each layer
-once, in a new random order, and the median over rounds is taken, so that a slow moment of the machine falls on all alike.
-"kept" counts the elements that autograd holds between forward and backward, parameters left out, input included,
-in units of b n d. Milliseconds belong to one machine and one moment; the ratios to the floor of the same run are what counts.
+    floor             the two projections alone, out(subspace(z)): the least that a layer of this kind can cost
+    sdpa_p48, _p64    softmax attention by PyTorch's kernel, heads of 48 and of 64 channels
+    xca, mssa         XCiT's and CRATE's, ours
+    tssa_published    TSSA as in ToST's code                     tssa    ours
+    listing           DMSA as the paper prints it                dmsa    ours
+    dmsa_half, dmsa_quarter    half, three quarters of the heads silent, and skipped in inference
+
+Our family runs by its fused kernels (`fused`; on a CPU `auto`) and by the plain steps (`reference`). Every time is a median in
+milliseconds: forward_ms without gradients, train_ms forward and backward. kept_mb is what the backward pass waits for, peak_mb
+the most that a training step allocates. Milliseconds of a CPU count only as ratios to the floor of the same run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import random
-import statistics
-import sys
-import time
+import copy
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any, NamedTuple
 
+import measure
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from published import AttentionDMSA, AttentionTSSA
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from dmst.kernels import use_kernels
+from dmst.operators import DMSA, MHSA, MSSA, TSSA, XCA
 
-from dmst.bench.published import AttentionDMSA, AttentionMHSA, AttentionTSSA
-from dmst.operators import DMSA, MHSA, TSSA
-
-BEGIN, END = "<!-- begin results/cpu/operators.json -->", "<!-- end results/cpu/operators.json -->"
-
-
-def markdown(rows: list[dict]) -> str:
-    """The rows as the README shows them."""
-    lines = ["| layer | forward | forward + backward | kept |", "|---|---|---|---|"]
-    for row in rows:
-        cells = ("" if row[key] is None else f"{row[key]:.2f}" for key in ("forward", "train", "kept"))
-        lines.append(f"| {row['what']} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+SHAPES = {"cuda": ["256x197", "64x1024", "16x4096", "4x16384", "1x65536"], "cpu": ["8x197", "1x1024"]}
+MODES = {"cuda": ["graph", "eager", "compiled"], "cpu": ["eager"]}
+CAST: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {  # not .to(dtype): it would make complex tables real
+    torch.bfloat16: nn.Module.bfloat16,
+    torch.float16: nn.Module.half,
+    torch.float32: nn.Module.float,
+}
+OUR_NAMES = {"qkv": "subspace", "PI_linear": "assign", "to_out.0": "out", "temp": "temperature"}  # published name -> ours
 
 
-def kept_elements(layer: nn.Module, z: Tensor) -> int:
-    """Elements of distinct storages that one forward leaves for its backward."""
-    own = {p.untyped_storage().data_ptr() for p in (*layer.parameters(), *layer.buffers())}
-    seen: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes() // x.element_size()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        held = layer(z)
-    del held
-    return sum(seen.values())
+class Layer(NamedTuple):
+    build: Callable[[int, int, int], nn.Module]  # (dim, heads, tokens)
+    family: bool = False  # it has fused kernels
+    width: int | None = None  # of a head, where it is fixed and the number of heads follows
+    ours: Callable[..., nn.Module] | None = None  # of a published layer: our operator that computes the same
+    linear: bool = True  # in tokens; float64 can then check the very shape that is timed
+    silent: float = 0.0  # share of heads that are silent
 
 
-def silence(layer: DMSA, heads: int) -> DMSA:
-    """Close the gate on the first `heads` for every input: their membership bias falls far below the others'."""
-    assert layer.assign is not None and layer.assign.bias is not None
-    with torch.no_grad():
-        layer.assign.bias[:heads] = -5.0
-    return layer
+LAYERS: dict[str, Layer] = {
+    "floor": Layer(lambda d, k, n: nn.Sequential(nn.Linear(d, d, bias=False), nn.Linear(d, d))),
+    "dmsa": Layer(lambda d, k, n: DMSA(d, k, bias=False), family=True),
+    "sdpa_p64": Layer(lambda d, k, n: MHSA(d, k, bias=False), width=64, linear=False),
+    "sdpa_p48": Layer(lambda d, k, n: MHSA(d, k, bias=False), width=48, linear=False),
+    "tssa": Layer(lambda d, k, n: TSSA(d, k, bias=False), family=True),
+    "xca": Layer(lambda d, k, n: XCA(d, k, bias=False)),
+    "mssa": Layer(lambda d, k, n: MSSA(d, k, bias=False), linear=False),
+    "tssa_published": Layer(lambda d, k, n: AttentionTSSA(d, k), ours=TSSA),
+    "listing": Layer(lambda d, k, n: AttentionDMSA(d, k, tokens=max(n, 4096)), ours=DMSA),
+    "dmsa_half": Layer(lambda d, k, n: DMSA(d, k, bias=False, membership_bias=True), family=True, silent=0.5),
+    "dmsa_quarter": Layer(lambda d, k, n: DMSA(d, k, bias=False, membership_bias=True), family=True, silent=0.75),
+}
 
 
-def medians(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Milliseconds, the median over rounds in which every case runs once in a random order."""
-    order = list(cases)
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for round_ in track(range(-3, rounds), description="timing", transient=True):
-        random.shuffle(order)
-        for name in order:
-            start = time.perf_counter()
-            cases[name]()
-            if round_ >= 0:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in times.items()}
+def make(what: str, dim: int, heads: int, n: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    layer = measure.fill(LAYERS[what].build(dim, heads, n))
+    if LAYERS[what].silent:
+        assert isinstance(layer, DMSA) and layer.assign is not None
+        with torch.no_grad():
+            layer.assign.bias[: int(LAYERS[what].silent * heads)] = -5.0
+        layer.skip_silent = True
+    return CAST[dtype](layer).to(device)
+
+
+def our_name(name: str) -> str:
+    """What we call a parameter of a published layer."""
+    stem = next(stem for stem in OUR_NAMES if name == stem or name.startswith(stem + "."))
+    return OUR_NAMES[stem] + name[len(stem) :]
+
+
+def exact(what: str, layer: nn.Module, heads: int, z: Tensor, grad: Tensor) -> measure.Results:
+    """Output and gradients in float64, with the same rounded weights and tokens, by the plain steps."""
+    twin, ours = copy.deepcopy(layer).double(), LAYERS[what].ours
+    names = [name for name, _ in layer.named_parameters()]
+    if ours is not None:
+        twin = ours(z.shape[-1], heads, bias=False, dtype=torch.float64)
+        twin.load_state_dict({our_name(name): layer.get_parameter(name) for name in names}, strict=False)
+        twin, names = twin.to(z.device), [our_name(name) for name in names]
+    parameters = [twin.get_parameter(name) for name in names]
+    with use_kernels("reference"):
+        return measure.train(twin, parameters, z.detach().double().requires_grad_(), grad.double())
+
+
+def passed(row: measure.Row, layer: nn.Module, timed: list[measure.Results], inputs: tuple[Tensor, Tensor]) -> bool:
+    """What the timed calls computed against float64. Attention has no room for that: it is judged against its plain call (twice
+    the bars, both are rounded), and its plain call against float64 on a few tokens."""
+    what, heads, parameters = row["what"], row["heads"], list(layer.parameters())
+    names = ["out", "z", *(name for name, _ in layer.named_parameters())]
+    loose = 4.0 if LAYERS[what].ours else 1.0  # published layers compute in the low dtype throughout
+    output, gradients = (loose * bar for bar in measure.BARS[inputs[0].dtype])
+    if LAYERS[what].linear:
+        return measure.passed(row, names, timed, exact(what, layer, heads, *inputs), (output, gradients))
+    few = (inputs[0][:2, :197].detach().requires_grad_(), inputs[1][:2, :197])
+    right = exact(what, layer, heads, *few)
+    measure.passed(row, names, [measure.train(layer, parameters, *few)], right, (output, gradients))
+    right = measure.train(layer, parameters, *inputs)
+    return measure.passed(row, names, timed, right, (2 * output, 2 * gradients), "against_plain")
+
+
+def fill_row(row: measure.Row, device: torch.device, dtype: torch.dtype) -> None:
+    what, mode, dim, heads = (row[key] for key in ("what", "mode", "dim", "heads"))
+    inputs = measure.tokens(row["B"], row["N"], dim, device, dtype)
+    layer = make(what, dim, heads, row["N"], device, dtype)
+    call: Any = measure.compiled(layer) if mode == "compiled" else layer
+    parameters = list(layer.parameters())
+
+    def step(turn: int) -> measure.Results:
+        return measure.train(call, parameters, *inputs[turn])
+
+    timer = measure.timer(device, "graph" if mode == "graph" else "queued")
+    forward, both = timer(lambda turn: measure.forward(call, inputs[turn][0])), timer(step)
+    if passed(row, layer, [forward.last, both.last], inputs[0]):
+        row |= {"forward_ms": forward.median, "train_ms": both.median}
+        if mode == "eager":
+            row["kept_mb"] = measure.kept_mb(call, [*parameters, *layer.buffers()], inputs[0][0])
+            row["peak_mb"] = measure.peak_mb(step)
 
 
 def main() -> None:
-    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("batch", 8), ("tokens", 196), ("dim", 384), ("heads", 8), ("rounds", 100)):
-        parse.add_argument(f"--{name}", type=int, default=default)
-    parse.add_argument("--json", type=Path, help="write the rows here too")
-    parse.add_argument("--readme", type=Path, help="and as a table into this file, between its marks")
-    ask = parse.parse_args()
-    random.seed(0)
-    torch.manual_seed(0)
-
-    layers: dict[str, nn.Module] = {
-        "floor: two projections": nn.Sequential(nn.Linear(ask.dim, ask.dim), nn.Linear(ask.dim, ask.dim)),
-        "DMSA listing": DMSA(ask.dim, ask.heads),
-        "DMSA equation": DMSA(ask.dim, ask.heads, mode="equation"),
-        "TSSA": TSSA(ask.dim, ask.heads),
-        "MHSA": MHSA(ask.dim, ask.heads),
-        "listing as printed": AttentionDMSA(ask.dim, ask.heads, qkv_bias=True),
-        "TSSA as published": AttentionTSSA(ask.dim, ask.heads, qkv_bias=True),
-        "MHSA as published": AttentionMHSA(ask.dim, ask.heads, qkv_bias=True),
-        "DMSA, no head silent": DMSA(ask.dim, ask.heads, membership_bias=True),
-        "DMSA, half silent, the same for all": silence(DMSA(ask.dim, ask.heads, membership_bias=True), ask.heads // 2),
-        "DMSA, half silent, each image its own": DMSA(ask.dim, ask.heads, max_active_heads=max(ask.heads // 2, 1)),
-        "DMSA, 3 of 4 silent, the same for all": silence(DMSA(ask.dim, ask.heads, membership_bias=True), 3 * ask.heads // 4),
-        "DMSA, 3 of 4 silent, each image its own": DMSA(ask.dim, ask.heads, max_active_heads=max(ask.heads // 4, 1)),
-    }
-    inference_only = {name for name in layers if "silent" in name}
-    z = torch.randn(ask.batch, ask.tokens, ask.dim)
-    grown = z.clone().requires_grad_()
-    grad = torch.randn_like(z)
-
-    def infer(layer: nn.Module) -> Callable[[], object]:
-        def run() -> None:
-            with torch.no_grad():
-                layer(z)
-
-        return run
-
-    def train(layer: nn.Module) -> Callable[[], object]:
-        def run() -> None:
-            for p in (grown, *layer.parameters()):
-                p.grad = None
-            layer(grown).backward(grad)
-
-        return run
-
-    forward = medians({name: infer(layer) for name, layer in layers.items()}, ask.rounds)
-    both = medians({name: train(layer) for name, layer in layers.items() if name not in inference_only}, ask.rounds)
-    floor_forward, floor_both = (times["floor: two projections"] for times in (forward, both))
-
-    table = Table("layer", "forward, x floor", "forward+backward, x floor", "kept, b n d", title="ratios within this run")
-    rows = []
-    for name, layer in layers.items():
-        row = {"what": name, "forward": round(forward[name] / floor_forward, 3), "train": None, "kept": None}
-        if name in both:
-            row |= {"train": round(both[name] / floor_both, 3), "kept": round(kept_elements(layer, grown) / z.numel(), 3)}
-        rows.append(row)
-        table.add_row(name, *("" if row[key] is None else f"{row[key]:.2f}" for key in ("forward", "train", "kept")))
-    facts = {key: getattr(ask, key) for key in ("batch", "tokens", "dim", "heads", "rounds")}
-    facts |= {
-        "dtype": "float32",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    console = Console(width=110)
-    console.print(table)
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    console.print(f"floor here: {floor_forward:.2f} ms forward, {floor_both:.2f} ms forward+backward")
-    if ask.json:
-        ask.json.parent.mkdir(parents=True, exist_ok=True)
-        ask.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
-    if ask.readme:
-        before, _, after = ask.readme.read_text().partition(BEGIN)
-        ask.readme.write_text(before + BEGIN + "\n" + markdown(rows) + END + after.partition(END)[2])
+    device = measure.device_here()
+    parser = measure.arguments(__doc__)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES[device.type], metavar="BATCHxTOKENS")
+    parser.add_argument("--only", nargs="+", default=list(LAYERS), choices=list(LAYERS), metavar="LAYER")
+    parser.add_argument("--modes", nargs="+", default=MODES[device.type], choices=["graph", "eager", "compiled"])
+    parser.add_argument("--dtype", default="bfloat16" if device.type == "cuda" else "float32", choices=list(measure.DTYPES))
+    parser.add_argument("--dim", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=8)
+    ask = parser.parse_args()
+    rows = measure.Rows("operators", ask, ("mode", "B", "N", "what", "backend", "dim", "dtype"))
+    kernels = {True: ("fused" if device.type == "cuda" else "auto", "reference"), False: ("torch",)}
+    tasks = [
+        (m, s, what, way) for m in ask.modes for s in ask.shapes for what in ask.only for way in kernels[LAYERS[what].family]
+    ]
+    for mode, shape, what, backend in tasks:
+        width = LAYERS[what].width
+        if rows.late() or (width and ask.dim % width):
+            continue
+        b, n = map(int, shape.split("x"))
+        row = {"what": what, "backend": backend, "mode": mode, "B": b, "N": n, "dim": ask.dim, "dtype": ask.dtype}
+        row["heads"] = ask.dim // width if width else ask.heads
+        with measure.attempting(row), use_kernels("auto" if backend == "torch" else backend):
+            fill_row(row, device, measure.DTYPES[ask.dtype])
+        rows.add(row)
+    measure.show(rows.rows, ("B", "N", "mode"), ("what", "backend"), ("forward_ms", "train_ms", "kept_mb", "peak_mb"), "floor")
+    rows.finish()
 
 
 if __name__ == "__main__":

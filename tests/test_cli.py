@@ -59,7 +59,7 @@ def test_the_help_is_in_groups() -> None:
         ["classify", "explore", "models", "demo"],
         ["train", "evaluate", "recipes", "data"],
         ["report", "analyze"],
-        ["operators", "reproduce", "bench"],
+        ["operators", "reproduce"],
         ["doctor"],
     ]
 

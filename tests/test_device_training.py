@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from dmst.bench import training
 from dmst.data import catalog
 from dmst.data.augment import Augment
 from dmst.data.loader import TrainStream, View
@@ -119,10 +118,3 @@ def test_batches_are_those_of_a_cpu(compiled: bool) -> None:
         assert torch.equal(mine.labels, theirs.labels.cpu())
         for x, y in ((mine.images, theirs.images), (mine.targets, theirs.targets), (mine.weight, theirs.weight)):
             assert torch.allclose(x, y.cpu(), atol=1e-5)
-
-
-def test_the_benchmark_runs(tmp_path: Path) -> None:
-    out = tmp_path / "rows.json"
-    asked = {"data_dir": None, "device": "cuda", "out": str(out), "commit": "abc"}
-    assert training.measure("digits", ["run.graph=true"], **asked, runs=[[1], [2, 32]], seconds=0.2) == 0
-    assert '"runs": 2' in out.read_text()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pets
 from dmst.models import create_model, model_config, shipped
 from dmst.models.zoo import LAYERS, SIZES, SMALL
 from dmst.operators import OPERATORS
@@ -129,10 +128,6 @@ def test_the_sizes_of_the_families_are_those_of_the_code() -> None:
 
 def test_the_page_of_operators_counts_the_variants() -> None:
     assert f"{len(VARIANTS)} combinations of options" in " ".join((ROOT / "docs/operators.md").read_text().split())
-
-
-def test_the_study_of_the_pets_is_its_numbers() -> None:
-    assert (ROOT / "results/pets.md").read_text() == pets.table(ROOT / "results/pets")
 
 
 def test_answers_without_heads_are_those_of_the_file() -> None:

@@ -765,14 +765,6 @@ def test_every_control_has_a_name(look_at: Open) -> None:
     assert levels[0] == 1 and all(after - before <= 1 for before, after in itertools.pairwise(levels))
 
 
-def test_the_figures_of_the_document_are_those_of_the_file() -> None:
-    from benchmarks.explorer import BEGIN, END, markdown
-
-    root = Path(__file__).resolve().parent.parent
-    shown = (root / "docs/explore.md").read_text().partition(BEGIN)[2].partition(END)[0]
-    assert shown == "\n" + markdown(json.loads((root / "results/cpu/explorer.json").read_text()))
-
-
 # --- texts of others ----------------------------------------------------------------------------------------------------
 
 

@@ -39,8 +39,6 @@ ELSEWHERE = {
     "pip install .": "the fixture installs the wheel of the same files",
     "dmst explore": "it is opened in a browser below",
     "dmst train cifar10 --set run.compile=true": "it needs CIFAR-10 and a GPU",
-    "dmst bench operators": "minutes; tests/test_bench.py",
-    "dmst bench models": "it needs a GPU; tests/test_bench_models.py",
     "dmst train": "a verb, not a command",
     "dmst analyze": "a verb, not a command",
 }

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.published import AttentionDMSA, AttentionTSSA
 from dmst import kernels
-from dmst.bench.published import AttentionDMSA, AttentionTSSA
 from dmst.kernels import closed_form, reference
 from dmst.operators import create
 from dmst.operators.family import TokenStatistics

@@ -18,7 +18,7 @@ ROWS = [
     ["operators"],
     ["models", "data"],
     ["engine", "analysis", "export", "testing"],
-    ["reproduce", "explorer", "integrations", "doctor", "demo", "bench"],
+    ["reproduce", "explorer", "integrations", "doctor", "demo"],
     ["cli"],
     ["__main__"],
 ]
@@ -85,7 +85,6 @@ def test_other_libraries_only_where_named() -> None:
     extra = {
         "cli": {"typer", "rich"},
         "demo": {"rich"},
-        "bench": {"rich"},
         "doctor": {"rich"},
         "terminal": {"rich"},
         "kernels": {"triton"},  # imported only where the fused kernels are used: test_import says so

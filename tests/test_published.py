@@ -1,4 +1,4 @@
-"""Ours against the published operators, retyped independently in dmst/bench/published.py: equal to 1e-12, with gradients.
+"""Ours against the published operators, retyped independently in benchmarks/published.py: equal to 1e-12, with gradients.
 
 CRATE's whole network is retyped here.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst.bench.published import (
+from benchmarks.published import (
     AttentionDMSA,
     AttentionMHSA,
     AttentionTSSA,

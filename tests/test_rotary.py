@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.published import apply_rotary, rotary_table
 from dmst import rotary
-from dmst.bench.published import apply_rotary, rotary_table
 from dmst.errors import OptionError, ShapeError, UnknownNameError
 from tests.cases import relative
 

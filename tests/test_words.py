@@ -276,7 +276,7 @@ def test_a_name_that_is_not_there(name: str, tmp_path: Path) -> None:
         ["report", name], ["data", "fetch", name, "--data-dir", tmp_path],
         ["data", "verify", name, "--data-dir", tmp_path / name[:99]], ["analyze", name], ["analyze", "certify", name],
         ["analyze", "maps", name, "--out", "out", *digits], ["analyze", "scored", "--layer", name],
-        ["reproduce", name], ["bench", "figure", name], ["doctor", name],
+        ["reproduce", name], ["doctor", name],
         ["--import", name, "operators"], [name],
     ):  # fmt: skip
         status, out, err = typed(*words)

@@ -19,7 +19,6 @@ dmst analyze VERB             rates by layer, certificates, maps
 Research
 dmst operators                the table of operators and their options
 dmst reproduce TABLE          run what a table of experiments lacks, and write it as markdown
-dmst bench operators          time and memory of one layer beside the others, on the device at hand
 Machine
 dmst doctor                   what is installed, which kernels run here, and whether they are right
 """
@@ -39,7 +38,7 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
-from dmst.cli import analyze, bench, classify, data, explore, report, reproduce, train
+from dmst.cli import analyze, classify, data, explore, report, reproduce, train
 from dmst.cli.imported import import_module
 from dmst.terminal import Terminal, say
 from dmst.words import lines
@@ -187,7 +186,7 @@ PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # of `dmst
     "Use": (classify.classify, explore.explore, models, demo),
     "Train": (train.train, train.evaluate, train.recipes, data.app),
     "Look inside": (report.report, analyze.app),
-    "Research": (operators, reproduce.reproduce, bench.app),
+    "Research": (operators, reproduce.reproduce),
     "Machine": (doctor,),
 }
 for panel, verbs in PANELS.items():

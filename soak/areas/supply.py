@@ -32,7 +32,6 @@ REPOSITORY = test_supply.ROOT.parent
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 NEEDS = {  # commands that need an extra, and how they say it
     "demo": ["demo"],
-    "bench figure": ["bench", "figure", "rows.json"],
 }
 SPEAKS = {
     "--version": "dmst ", "--help": "train", "models": "dmst_tiny_patch16_224", "operators": "dmsa", "recipes": "cifar10",

@@ -1,0 +1,51 @@
+"""The targets of targets.csv beside what was reached, from files of operators.py and models.py. Nothing is measured.
+
+    python benchmarks/check.py results/h200/operators.json results/h200/models.json
+
+A target is a ratio of two rows: `value` of layer or network `of` divided by that of `over`, in one mode at one shape or size,
+bfloat16. `must` is the promise, `goal` the wish. The exit status is 1 if a `must` is missed or was not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+TARGETS = Path(__file__).with_name("targets.csv")
+
+
+def value(rows: list[dict[str, Any]], target: dict[str, str], what: str) -> float:
+    """Of the row that passed parity; NaN if there is none."""
+    for row in rows:
+        at = str(row["pixels"]) if "pixels" in row else f"{row['B']}x{row['N']}"
+        named = (row["what"], row["mode"], at, row["dtype"]) == (what, target["mode"], target["at"], "bfloat16")
+        if named and row.get("backend") != "reference" and not row["failure"]:
+            return row[target["value"]] or math.nan
+    return math.nan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    files = [json.loads(path.read_text())["rows"] for path in parser.parse_args().files]
+    by_script = {"models" if "pixels" in rows[0] else "operators": rows for rows in files}
+    missed = 0
+    for target in csv.DictReader(TARGETS.open()):
+        if target["script"] in by_script:
+            rows = by_script[target["script"]]
+            ratio, sign = value(rows, target, target["of"]) / value(rows, target, target["over"]), target["rule"]
+            bars = {bar: float(target[bar]) for bar in ("must", "goal") if target[bar]}
+            kept = {bar: ratio <= x if sign == "<=" else ratio >= x for bar, x in bars.items()}
+            missed += not kept["must"]
+            what = f"{target['mode']} {target['at']} {target['value']}: {target['of']} / {target['over']}"
+            told = ", ".join(f"{bar} {sign} {bars[bar]:g}: {'yes' if held else 'no'}" for bar, held in kept.items())
+            print(f"{what:<80} {ratio:7.3f}  {told}")
+    raise SystemExit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The scripts of benchmarks/: they start, a tiny run has rows, and no time is told of a wrong layer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in ("measure", "published"))
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a script as `python benchmarks/NAME.py` would."""
+    import importlib
+
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def run(module: Any, monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as stop:
+        module(name).main()
+    return int(stop.value.code or 0)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_explains_itself(
+    name: str, module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "explorer":
+        pytest.importorskip("playwright")
+    assert run(module, monkeypatch, name, "--help") == 0
+    assert f"python benchmarks/{name}.py" in capsys.readouterr().out
+
+
+def test_operators_on_a_cpu(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module("measure"), "PATIENCE", 0.02)
+    asked = ["--dim", "192", "--heads", "4", "--shapes", "2x7", "--json", str(tmp_path / "rows.json")]
+    assert run(module, monkeypatch, "operators", *asked) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert {row["what"] for row in rows} == set(module("operators").LAYERS)
+    assert all(row["failure"] is None and row["forward_ms"] > 0 < row["train_ms"] for row in rows)
+    kept = {row["what"]: row["kept_mb"] * 2**20 / (4 * 2 * 7 * 192) for row in rows if row["backend"] != "reference"}
+    assert kept["floor"] == pytest.approx(2, rel=1e-3)
+    assert 2 < kept["dmsa"] < 2.4 < 6 < kept["listing"]
+
+
+def test_a_wrong_layer_gets_no_time(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Right to two digits is not right."""
+    operators = module("operators")
+
+    class Wrong(operators.DMSA):  # type: ignore[name-defined]
+        def forward(self, z: torch.Tensor, **call: Any) -> torch.Tensor:
+            return super().forward(z, **call) * (1.0 if z.dtype == torch.float64 else 1.001)
+
+    monkeypatch.setitem(operators.LAYERS, "dmsa", operators.Layer(lambda d, k, n: Wrong(d, k, bias=False)))
+    asked = ["--dim", "24", "--heads", "3", "--shapes", "2x7", "--only", "dmsa", "floor", "--json", str(tmp_path / "rows.json")]
+    assert run(module, monkeypatch, "operators", *asked) == 1
+    rows = {row["what"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    assert "forward_ms" not in rows["dmsa"]
+    assert rows["dmsa"]["failure"].startswith("parity failed: out is off by 1.0e-03")
+    assert rows["floor"]["train_ms"] > 0
+
+
+@pytest.mark.slow
+def test_models_and_training_on_a_cpu(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module("measure"), "PATIENCE", 0.02)
+    asked = ["--sizes", "32", "--batch", "2", "--only", "dmst_tiny", "vit_tiny:tssa", "--json", str(tmp_path / "models.json")]
+    assert run(module, monkeypatch, "models", *asked) == 0
+    rows = json.loads((tmp_path / "models.json").read_text())["rows"]
+    assert all(row["inference"] > 0 < row["training"] and row["gradient_error"] < 1e-4 for row in rows)
+    assert run(module, monkeypatch, "training", "digits", "--seconds", "0.1", "--json", str(tmp_path / "training.json")) == 0
+    assert json.loads((tmp_path / "training.json").read_text())["rows"][0]["images_per_s"] > 0
+
+
+def test_targets_are_read_from_the_table() -> None:
+    files = ("results/h200/operators.json", "results/h200/models.json")
+    told = subprocess.run([sys.executable, "benchmarks/check.py", *files], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert told.returncode in (0, 1), told.stderr
+    assert len(told.stdout.splitlines()) == len((ROOT / "benchmarks/targets.csv").read_text().splitlines()) - 1
+    assert "nan" not in told.stdout
