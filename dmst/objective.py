@@ -38,7 +38,7 @@ def coding_rate(z: Float[Tensor, "b n d"], *, eps: float) -> Float[Tensor, "b"]:
     """R(Z) = 1/2 logdet(I + d/(n eps^2) Z^T Z)."""
     x = _exact(z)
     n, d = x.shape[-2:]
-    return _told(0.5 * _logdet(x, x.new_full((n,), 1 / max(n, 1)), _scale(d, eps)), z)
+    return _like_input(0.5 * _logdet(x, x.new_full((n,), 1 / max(n, 1)), _scale(d, eps)), z)
 
 
 def group_rate(z: Float[Tensor, "b n d"], membership: Float[Tensor, "b k n"], *, eps: float) -> Float[Tensor, "b"]:
@@ -48,10 +48,10 @@ def group_rate(z: Float[Tensor, "b n d"], membership: Float[Tensor, "b k n"], *,
     to 1, since logdet(I + A + B) <= logdet(I + A) + logdet(I + B).
     """
     x, pi = _exact(z), _exact(membership)
-    _fit("membership", pi, (*z.shape[:-2], pi.shape[-2], z.shape[-2]))
+    _check_shape("membership", pi, (*z.shape[:-2], pi.shape[-2], z.shape[-2]))
     mass = pi.sum(-1)
     per_head = _logdet(x.unsqueeze(-3), pi / _at_least_something(mass).unsqueeze(-1), _scale(x.shape[-1], eps))
-    return _told(0.5 * (_share(mass, x.shape[-2]) * per_head).sum(-1), z)
+    return _like_input(0.5 * (_share(mass, x.shape[-2]) * per_head).sum(-1), z)
 
 
 membership_rate = group_rate  # the paper writes R^c(Z | Pi) and R_cf(Z, Pi) for one function
@@ -59,10 +59,10 @@ membership_rate = group_rate  # the paper writes R^c(Z | Pi) and R_cf(Z, Pi) for
 
 def subspace_rate(z: Float[Tensor, "b n d"], subspaces: Float[Tensor, "k d p"], *, eps: float) -> Float[Tensor, "b"]:
     """R_c,f(Z | U) = 1/2 sum_k logdet(I + p/(n eps^2) (Z U_k)^T (Z U_k)): CRATE's. No bound of R^c for arbitrary U."""
-    _fit("subspaces", subspaces, (subspaces.shape[0], z.shape[-1], subspaces.shape[-1]))
+    _check_shape("subspaces", subspaces, (subspaces.shape[0], z.shape[-1], subspaces.shape[-1]))
     projected = _project(_exact(z), _exact(subspaces))
     n, p = projected.shape[-2:]
-    return _told(0.5 * _logdet(projected, projected.new_full((n,), 1 / max(n, 1)), _scale(p, eps)).sum(-1), z)
+    return _like_input(0.5 * _logdet(projected, projected.new_full((n,), 1 / max(n, 1)), _scale(p, eps)).sum(-1), z)
 
 
 def projected_rate(
@@ -73,10 +73,10 @@ def projected_rate(
     variational_rate minus this is the decorrelation gap: 0 iff each head's weighted covariance is diagonal.
     """
     s, pi = _exact(projected), _exact(membership)
-    _fit("membership", pi, s.shape[:-1])
+    _check_shape("membership", pi, s.shape[:-1])
     mass = pi.sum(-1)
     per_head = _logdet(s, pi / _at_least_something(mass).unsqueeze(-1), _scale(_width(s, width), eps))
-    return _told(0.5 * (_share(mass, s.shape[-2]) * per_head).sum(-1), projected)
+    return _like_input(0.5 * (_share(mass, s.shape[-2]) * per_head).sum(-1), projected)
 
 
 def variational_rate(
@@ -96,7 +96,7 @@ def variational_rate(
     length 1 (the published curves), which cancels the gate on the heads it leaves on; silent heads then cost 0.
     """
     s, pi = _exact(projected), _exact(membership)
-    _fit("membership", pi, s.shape[:-1])
+    _check_shape("membership", pi, s.shape[:-1])
     if normalize_membership:
         pi = pi / _at_least_something(pi.sum(-2, keepdim=True))
     if unit_norm:
@@ -105,10 +105,10 @@ def variational_rate(
     mass = pi.sum(-1)
     moment = _second_moment(s, pi, mass)
     if gate is not None:
-        _fit("gate", gate, s.shape[:-2])
+        _check_shape("gate", gate, s.shape[:-2])
         moment = _exact(gate).square().unsqueeze(-1) * moment
     per_head = torch.log1p(_scale(_width(s, width), eps) * moment).sum(-1)
-    return _told(0.5 * (_share(mass, s.shape[-2]) * per_head).sum(-1), projected)
+    return _like_input(0.5 * (_share(mass, s.shape[-2]) * per_head).sum(-1), projected)
 
 
 def complete_rate(
@@ -121,8 +121,8 @@ def complete_rate(
     orthonormalised by a thin QR first. The truncated R_var charges nothing for a wrong membership; this does.
     """
     x, pi = _exact(z), _exact(membership)
-    _fit("subspaces", subspaces, (subspaces.shape[0], z.shape[-1], subspaces.shape[-1]))
-    _fit("membership", pi, (*z.shape[:-2], subspaces.shape[0], z.shape[-2]))
+    _check_shape("subspaces", subspaces, (subspaces.shape[0], z.shape[-1], subspaces.shape[-1]))
+    _check_shape("membership", pi, (*z.shape[:-2], subspaces.shape[0], z.shape[-2]))
     bases = torch.linalg.qr(_exact(subspaces)).Q
     s = _project(x, bases)
     (n, d), p = x.shape[-2:], bases.shape[-1]
@@ -132,7 +132,7 @@ def complete_rate(
     residual = (pi * outside).sum(-1) / (_at_least_something(mass) * max(d - p, 1))
     scale = _scale(d, eps)
     per_head = torch.log1p(scale * moment).sum(-1) + (d - p) * torch.log1p(scale * residual)
-    return _told(0.5 * (_share(mass, n) * per_head).sum(-1), z)
+    return _like_input(0.5 * (_share(mass, n) * per_head).sum(-1), z)
 
 
 def rate_reduction(total: Float[Tensor, "b"], compressed: Float[Tensor, "b"]) -> Float[Tensor, "b"]:
@@ -147,12 +147,12 @@ def _exact(x: Tensor) -> Tensor:
     return x.to(torch.float32 if x.device.type == "mps" else torch.float64)  # mps has no float64
 
 
-def _told(rate: Tensor, asked_of: Tensor) -> Tensor:
+def _like_input(rate: Tensor, asked_of: Tensor) -> Tensor:
     """The result in the dtype of the argument, at least float32."""
     return rate.to(torch.promote_types(asked_of.dtype, torch.float32))
 
 
-def _fit(name: str, x: Tensor, shape: Sequence[int]) -> None:
+def _check_shape(name: str, x: Tensor, shape: Sequence[int]) -> None:
     """Refuse what would broadcast into a wrong number."""
     if tuple(x.shape) != tuple(shape):
         raise ShapeError(f"{name} has shape {tuple(x.shape)}; the other arguments ask for {tuple(shape)}.")

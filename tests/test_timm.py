@@ -394,17 +394,11 @@ def test_a_script_of_timm_finds_the_models(tmp_path: Path) -> None:
     assert done.stdout == f"found {[str(script), '--model', 'dmst_digits']} (1, 8, 8) (2, 10)\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "Name a script of timm: python -m dmst.integrations.timm SCRIPT [ARGUMENTS]"),
-        (["--model"], "Name a script of timm: python -m dmst.integrations.timm SCRIPT [ARGUMENTS]"),
-        (["no_such.py", "-h"], "no_such.py is no file: give the path of a script, such as timm's validate.py."),
-    ],
-)
-def test_no_script_is_one_line(arguments: list[str], said: str) -> None:
-    done = run_script(*arguments)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{said}\n")
+def test_no_script_is_one_line() -> None:
+    for arguments in ([], ["no_such.py", "-h"]):
+        done = run_script(*arguments)
+        said = "Name a script of timm, such as its validate.py: python -m dmst.integrations.timm SCRIPT [ARGUMENTS]\n"
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 
 # --- oracles ---------------------------------------------------------------------------------------------------------

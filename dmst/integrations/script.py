@@ -17,19 +17,12 @@ from dmst.terminal import say
 def main(module: str, arguments: list[str]) -> None:
     """Import `module`, which is what registers the models; then run the script. Only errors before it are ours to tell."""
     try:
-        script = _script(module, arguments)
-        sys.path.insert(0, str(Path(script).resolve().parent))
+        if not arguments or not Path(arguments[0]).is_file():
+            raise OptionError(f"Name a script of timm, such as its validate.py: python -m {module} SCRIPT [ARGUMENTS]")
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         importlib.import_module(module)
     except DmstError as error:
         say(*str(error).split("\n"), err=True, style="red")
         raise SystemExit(error.exit_code) from None
     sys.argv = arguments
-    runpy.run_path(script, run_name="__main__")
-
-
-def _script(module: str, arguments: list[str]) -> str:
-    if not arguments or arguments[0].startswith("-"):
-        raise OptionError(f"Name a script of timm: python -m {module} SCRIPT [ARGUMENTS]")
-    if not Path(arguments[0]).is_file():
-        raise OptionError(f"{arguments[0]} is no file: give the path of a script, such as timm's validate.py.")
-    return arguments[0]
+    runpy.run_path(arguments[0], run_name="__main__")

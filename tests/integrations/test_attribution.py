@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmst.errors import MissingExtraError, OptionError, ShapeError
-from dmst.integrations import attribution
-from dmst.integrations.attribution import forward_function, grad_cam, layer_map, reshape_transform, target_layers
+from dmst.errors import OptionError, ShapeError
+from dmst.integrations.attribution import reshape_transform, target_layers
 from dmst.models import VisionModel
 from tests.networks import GRID, build, families, images, label
 
@@ -43,7 +41,7 @@ def test_the_target_layer_sees_what_the_operator_reads_with_a_gradient(case: Any
     for layer in (0, -1):
         (module,) = target_layers(model, layer)
         handle = module.register_forward_hook(lambda _, args, out: seen.update(tokens=out))
-        logits = forward_function(model)(x)
+        logits = model(x)
         handle.remove()
         slope = torch.autograd.grad(logits[:, 3].sum(), seen["tokens"])[0]
         maps = reshape_transform(model)(slope)
@@ -63,66 +61,29 @@ def test_tokens_become_maps_row_by_row() -> None:
         reshape_transform(model, (64, 64))(tokens)
     with pytest.raises(OptionError, match="layer is 2"):
         target_layers(model, 2)
-    with pytest.raises(OptionError, match="eval"):
-        forward_function(model)(images())
 
 
-@pytest.mark.parametrize(("module", "package"), [("captum", "captum"), ("pytorch_grad_cam", "grad-cam")])
-def test_an_absent_library_is_named(module: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    model = build(("dmst_tiny", {})).eval()
-    with pytest.raises(MissingExtraError, match=f"pip install {package}"):
-        grad_cam(model) if module == "pytorch_grad_cam" else layer_map(model, images(), 0)
-
-
-def test_grad_cam_is_given_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in that has grad-cam's signature."""
-    stand_in = ModuleType("pytorch_grad_cam")
-    stand_in.GradCAM = lambda **given: given  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pytorch_grad_cam", stand_in)
-    model = build(("dmst_tiny", {})).eval()
-    given = grad_cam(model, layer=0)
-    assert given["model"] is model and given["target_layers"] == [model.blocks[0].norm]
-    assert given["reshape_transform"](torch.zeros(2, 6, 24)).shape == (2, 24, *GRID)
-    with pytest.raises(OptionError, match="GradCam"):
-        grad_cam(model, "GradCam")
-
-
-PACKAGES = {"captum": "captum", "pytorch_grad_cam": "grad-cam"}
-
-
-def library(name: str) -> ModuleType:
+def library(name: str, package: str) -> ModuleType:
     """The real one."""
     if name == "pytorch_grad_cam" and importlib.util.find_spec(name):  # it imports torchvision, which may not fit torch
         importlib.import_module("tests.timm_here")
-    return pytest.importorskip(name, reason=f"{name} is not installed: pip install {PACKAGES[name]}", exc_type=ImportError)
+    return pytest.importorskip(name, reason=f"{name} is not installed: pip install {package}", exc_type=ImportError)
 
 
 @families
 def test_captum_explains_a_layer(case: Any) -> None:
-    library("captum")
+    attr = library("captum.attr", "captum")
     model, x = build(case).eval(), images()
-    found = layer_map(model, x, 3, layer=0)
+    tokens = attr.LayerGradientXActivation(model, *target_layers(model, 0)).attribute(x, target=3)
     normed, slope = by_hand(model, x, 3, 0)
-    told = (normed * slope)[:, model.config.prefix :].sum(-1).unflatten(1, GRID)
-    assert found.shape == (5, *GRID) and (found - told).abs().max() < 1e-12
-    with pytest.raises(OptionError, match="axis 1"):
-        layer_map(model, x, 3, method="LayerGradCam")
-
-
-def test_captum_explains_pixels() -> None:
-    attr = library("captum") and importlib.import_module("captum.attr")
-    model, x = build(("dmst_tiny", {})).eval(), images(batch=2)
-    found = attr.Saliency(forward_function(model)).attribute(x.requires_grad_(), target=3)
-    told = torch.autograd.grad(model(x)[:, 3].sum(), x)[0].abs()
-    assert (found - told).abs().max() < 1e-12
+    assert (tokens - normed * slope).abs().max() < 1e-12
 
 
 @families
 def test_grad_cam_draws(case: Any) -> None:
-    library("pytorch_grad_cam")
+    cams = library("pytorch_grad_cam", "grad-cam")
     model, x = build(case, torch.float32).eval(), images(dtype=torch.float32)
-    with attribution.grad_cam(model, layer=0) as cam:
+    with cams.GradCAM(model, target_layers(model, 0), reshape_transform=reshape_transform(model)) as cam:
         found = cam(x, targets=None)
     assert found.shape == (5, 32, 48), label(case)
     assert found.min() >= 0 and found.max() <= 1
