@@ -119,15 +119,15 @@ def failures(place: Path) -> None:
             prepare.open_sets = slow  # type: ignore[assignment]
             train_loop.train(recipe, where, device="cpu", timeout=1.0)
         elif kind == "weights":  # of one process, changed behind its back
-            real_step = train_step.TrainStep.finish
+            real_step = train_step.TrainStep.step
 
-            def finish(self: train_step.TrainStep, step: int, *args: Any) -> Any:
+            def step_(self: train_step.TrainStep, step: int, *args: Any) -> Any:
                 found = real_step(self, step, *args)
                 with torch.no_grad():
                     self.model.head.bias += 1e-3 * number * (step == 1)
                 return found
 
-            train_step.TrainStep.finish = finish  # type: ignore[method-assign]
+            train_step.TrainStep.step = step_  # type: ignore[method-assign]
             train_loop.train(recipe, where, device="cpu")
         elif kind == "network":  # a file of weights that one machine has not
             real_build = prepare.build_model
@@ -205,7 +205,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 from dmst.engine.console import Lines
-from dmst.engine.muon import Muon
+from dmst.engine.optim import Muon
 from dmst.engine.recipe import read_recipe
 from dmst.engine.train_loop import train
 

@@ -29,7 +29,7 @@ import torch
 from dmst import atomic, cli
 from dmst.engine import evaluate, train_loop, train_step
 from dmst.engine.folder import RunFolder
-from dmst.engine.muon import Muon
+from dmst.engine.optim import Muon
 from dmst.engine.recipe import Recipe
 from dmst.errors import FullDiskError, SaveError
 from tests.runs import EVERYTHING, CutAfter, digests, on_pictures, pictures, told

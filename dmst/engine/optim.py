@@ -2,7 +2,12 @@
 
     groups      biases, norms, scales, temperatures, tokens and positions are not decayed (model.no_weight_decay); all else is
     adamw       every parameter
-    muon        the matrices of the blocks by Muon, at matrix_lr; the rest by AdamW
+    muon        the matrices of the blocks by Muon, at matrix_lr; the rest by AdamW. With m the mean gradient and g this one:
+
+                    m <- beta m + (1 - beta) g            u = g + beta (m - g)            (Nesterov)
+                    W <- (1 - lr decay) W - lr sqrt(max(1, rows / columns)) orth(u)
+
+                orth(u) = U V^T of u = U S V^T, roughly, by five Newton-Schulz steps (K. Jordan and others, 2024)
     lr          a line from warmup_lr to the peak, then half a cosine to min_lr, step by step
     ema         mean <- mean + (1 - min(decay, (1 + t) / (10 + t))) (weights - mean) after step t, running statistics likewise
 
@@ -13,13 +18,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmst.engine.muon import Muon
 from dmst.engine.recipe import Recipe, Schedule
 from dmst.models import VisionModel
 
@@ -63,10 +67,7 @@ class Optimizer:
             adamw.state[p] = {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         self.parts.append((adamw, peak))
         if matrices:
-            muon = Muon(matrices, rate(matrix_peak), weight_decay=optim.weight_decay)
-            for p in matrices:
-                muon.state[p] = {"mean": torch.zeros_like(p)}
-            self.parts.append((muon, matrix_peak))
+            self.parts.append((Muon(matrices, rate(matrix_peak), weight_decay=optim.weight_decay), matrix_peak))
 
     def set_lr(self, factor: float) -> float:
         """Every learning rate as `factor` of its peak; returns that of AdamW."""
@@ -98,6 +99,48 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
     """
     inside = name.startswith(("blocks.", "class_blocks.")) and not name.endswith(".assign.weight")
     return inside and parameter.ndim == 2 and min(parameter.shape) >= 8
+
+
+class Muon(torch.optim.Optimizer):
+    """Matrices of one shape go through the Newton-Schulz steps as one batch; torch.optim.Muon takes them one by one."""
+
+    def __init__(
+        self, params: Iterable[Tensor], lr: float | Tensor, *, momentum: float = 0.95, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"mean": torch.zeros_like(parameter)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, beta, decay = group["lr"], group["momentum"], group["weight_decay"]
+            shapes: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    shapes.setdefault((parameter.shape, parameter.device), []).append(parameter)
+            for ((rows, columns), _), matrices in shapes.items():
+                means = [self.state[matrix]["mean"] for matrix in matrices]
+                grads: list[Tensor] = [matrix.grad for matrix in matrices]  # type: ignore[misc]
+                torch._foreach_lerp_(means, grads, 1 - beta)
+                aims = torch._foreach_lerp(grads, means, beta)
+                moves = list(orthogonal(torch.stack(aims)).to(matrices[0].dtype).unbind())
+                if decay:
+                    torch._foreach_mul_(matrices, 1 - lr * decay)
+                torch._foreach_mul_(moves, -lr * math.sqrt(max(1, rows / columns)))
+                torch._foreach_add_(matrices, moves)
+
+
+def orthogonal(u: Tensor) -> Tensor:
+    """orth(u) of each matrix of a batch (m, rows, columns). bfloat16 on a GPU, float32 on a CPU."""
+    tall = u.shape[1] > u.shape[2]
+    x = (u.mT if tall else u).to(torch.bfloat16 if u.is_cuda else torch.promote_types(u.dtype, torch.float32))
+    x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
+    for _ in range(5):
+        y = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * y + 2.0315 * y @ y) @ x
+    return x.mT if tall else x
 
 
 class Mean:

@@ -63,11 +63,8 @@ def stream_of(work: TrainStep, sets: prepare.Sets, device: torch.device, *, comp
 
 def step(runs: Sequence[Run], batches: Sequence[Iterator[Batch]], number: int, factor: float) -> list[StepMetrics]:
     """Step `number` of each, learning rates at `factor` of their peaks."""
+    told = []
     for run, its_batches in zip(runs, batches, strict=True):
         with run.where:
-            run.work.begin(number, its_batches, float(run.work.recipe.run.batch_size), factor)
-    told = []
-    for run in runs:
-        with run.where:
-            told.append(run.work.finish(number, float(run.work.recipe.run.batch_size), list))
+            told.append(run.work.step(number, its_batches, float(run.work.recipe.run.batch_size), factor, list))
     return told

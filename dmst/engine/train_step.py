@@ -1,12 +1,12 @@
 """One step: gradients of a batch, a look at them, and only then the weights.
 
     gradients    loss = sum_i weight_i CE_i / count over the global batch, in micro-steps; the norm of all gradients
-    judged       loss and norm must be finite: else nothing is applied (fp16: the scale halves, the step is skipped and counted)
+    look         loss and norm must be finite: else nothing is applied (fp16: the scale halves, the step is skipped and counted)
                  and the statistics of batch norms, which the forward pass moved, are put back
     apply        clipping, optimizer, orthonormal matrices, running mean
 
-With `graph` both halves are recorded once as CUDA graphs and replayed: the host then asks for two launches a step. Recording
-runs them a few times; every tensor that this changes is put back.
+With `run.graph` gradients and apply are recorded once as two CUDA graphs and replayed: small networks leave a GPU waiting for
+the host.
 """
 
 from __future__ import annotations
@@ -82,15 +82,14 @@ class TrainStep:
         self.scale, self.good, self.skipped = (2.0**16 if run.amp == "fp16" else 1.0), 0, 0
         tied = [module for module in model.modules() if isinstance(module, OrthonormalLinear)]
         for layer in tied:
-            layer.kept = True  # by `_move`
+            layer.kept = True  # by `_apply`
         self.tied = bool(tied)
         dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         self._factor = torch.ones((), dtype=dtype, device=group.device)
         self._sums = torch.zeros(4, dtype=torch.float64, device=group.device)  # loss, right, bad inputs; norm
-        self._statistics, self._under_way = _statistics(model), False
-        self._held: Batch | None = None
-        self._ahead: tuple[Iterator[Batch], Batch] | None = None  # the next batch, and where it comes from
-        self._replay: tuple[Callable[[], None], Callable[[], None]] | None = None
+        self._statistics = _statistics(model)
+        self._held: Batch | None = None  # of recorded steps: the tensors that they read
+        self._graphs: tuple[Callable[[], None], Callable[[], None]] | None = None
 
     def leave(self) -> None:
         """The models are their owner's again: nobody retracts after their steps from here on."""
@@ -115,16 +114,12 @@ class TrainStep:
         self, step: int, batches: Iterator[Batch], count: float, lr_factor: float, indices: Callable[[], Any]
     ) -> StepMetrics:
         """Take step number `step` (from 0) on the next micro-batches; `count` images of the global batch count."""
-        self.begin(step, batches, count, lr_factor)
-        return self.finish(step, count, indices)
-
-    def begin(self, step: int, batches: Iterator[Batch], count: float, lr_factor: float) -> None:
-        """The gradients. A GPU is still at work on them when this returns."""
         self.model.train()
         self.optimizer.set_lr(lr_factor)
         if self.mean is not None:
             self.mean.set_step(step)
-        self._under_way = False
+        for now, before in self._statistics:
+            torch._foreach_copy_(before, now)
         try:
             self._gradients(step, batches, count)
         except BaseException as error:
@@ -132,13 +127,10 @@ class TrainStep:
             if isinstance(error, torch.OutOfMemoryError):
                 raise DeviceMemoryError(self._too_large(step)) from error
             raise
-
-    def finish(self, step: int, count: float, indices: Callable[[], Any]) -> StepMetrics:
-        """Look at the gradients; then, and only if they are finite, move the weights."""
-        loss, right, bad_inputs, norm = self._whole_sums()
-        told = StepMetrics(loss / max(count, 1), right / max(count, 1), norm)
+        self._sums[:3] = self.group.sum(self._sums[:3].clone())
+        loss, right, bad_inputs, norm = self._sums.tolist()
         if math.isfinite(loss) and math.isfinite(norm):
-            self._apply()
+            self._apply() if self._graphs is None else self._graphs[1]()
             self._rescale(True)
         elif self.recipe.run.amp == "fp16" and math.isfinite(loss) and self.skipped < MOST_SKIPS:
             self._take_back()
@@ -150,34 +142,24 @@ class TrainStep:
                 f"step {step}: {first}. Nothing was applied. Images of the batch: {_some(indices())}. Mostly the learning rate "
                 f"is too high (--set optim.lr={self.recipe.optim.lr / 3:.1g}), or gradients need a limit (optim.clip_grad=1)."
             )
-        return told
+        return StepMetrics(loss / max(count, 1), right / max(count, 1), norm)
 
     def _gradients(self, step: int, batches: Iterator[Batch], count: float) -> None:
-        run, micro_steps = self.recipe.run, self.recipe.run.accumulate
+        """Those of all micro-batches. A GPU is still at work on them when this returns."""
         self._factor.fill_(self.group.world * self.scale / max(count, 1))
         if self.recorded:
-            ahead, self._ahead = self._ahead, None
-            batch = ahead[1] if ahead is not None and ahead[0] is batches else next(batches)
-            self._record(batch)
-            self._seed(step, 0)  # after the recording, which draws too
-            assert self._held is not None and self._replay is not None
-            for name in ON_DEVICE:
-                getattr(self._held, name).copy_(getattr(batch, name))
-            self._under_way = True
-            self._replay[0]()
-            if (coming := next(batches, None)) is not None:  # made while the device is busy with this one
-                self._ahead = batches, coming
+            self._replay(step, next(batches))
             return
         self.forget()
-        self._begin_sums()
-        self._under_way = True
+        self._sums.zero_()
+        micro_steps = self.recipe.run.accumulate
         for micro in range(micro_steps):
             batch = next(batches)
             self._seed(step, micro)
             later = micro + 1 < micro_steps and isinstance(self.net, DistributedDataParallel)
             with self.net.no_sync() if later else nullcontext():  # type: ignore[operator]
                 self._add(batch)
-        self._close(run.amp == "fp16")
+        self._measure()
 
     @without_cudnn_attention()
     def _add(self, batch: Batch) -> None:
@@ -201,25 +183,14 @@ class TrainStep:
             logits = net(images)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _begin_sums(self) -> None:
-        self._sums.zero_()
-        for now, before in self._statistics:
-            torch._foreach_copy_(before, now)
-
-    def _close(self, scaled: bool) -> None:
+    def _measure(self) -> None:
         """Gradients to their own scale, and their norm."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        if scaled:
+        if self.recipe.run.amp == "fp16":
             torch._foreach_mul_(grads, 1 / self.scale)
         self._sums[3] = nn.utils.get_total_norm(grads)
 
     def _apply(self) -> None:
-        if self._replay is not None:
-            self._replay[1]()
-        else:
-            self._move()
-
-    def _move(self) -> None:
         if clip := self.recipe.optim.clip_grad:  # not before: a NaN in one gradient would be in all
             nn.utils.clip_grads_with_norm_(self.parameters, clip, self._sums[3].to(self._factor.dtype))
         self.optimizer.step()
@@ -232,26 +203,20 @@ class TrainStep:
 
     def forget(self) -> None:
         """Drop the gradients."""
-        if self._replay is None:
+        if self._graphs is None:  # which lay theirs at the same place every time
             for parameter in self.parameters:
                 parameter.grad = None
 
     def _take_back(self) -> None:
-        """As it was before the step, but for the gradients of recorded steps, which the next one clears."""
+        """As it was before the step."""
         self.forget()
-        for now, before in self._statistics if self._under_way else ():
+        for now, before in self._statistics:
             torch._foreach_copy_(now, before)
 
     def _seed(self, step: int, micro: int) -> None:
         """Dropout and stochastic depth are functions of the step: no generator's state needs saving."""
         if self.random:
             torch.manual_seed(small_seed("step", self.recipe.run.seed, step, micro, self.group.rank))
-
-    def _whole_sums(self) -> list[float]:
-        if self.group.world > 1:
-            self.group.sum(shared := self._sums[:3].clone())
-            self._sums[:3] = shared
-        return self._sums.tolist()
 
     def _rescale(self, good: bool) -> None:
         if self.recipe.run.amp != "fp16":
@@ -285,48 +250,45 @@ class TrainStep:
 
     # --- CUDA graphs -------------------------------------------------------------------------------------------------
 
-    def _record(self, batch: Batch) -> None:
-        """Once: both halves as graphs, on tensors that stay."""
-        if self._replay is not None:
-            return
-        self._held = held = batch._replace(**{name: getattr(batch, name).clone() for name in ON_DEVICE})
+    def _replay(self, step: int, batch: Batch) -> None:
+        """The gradients of a batch, by the graph."""
+        if self._graphs is None:
+            self._held = held = batch._replace(**{name: getattr(batch, name).clone() for name in ON_DEVICE})
+            gradients = self._recorded(lambda: self._one_batch(held))
+            torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])  # recorded, not computed so far
+            self._graphs = gradients, self._recorded(self._apply)
+        self._seed(step, 0)  # after the recording, which draws too
+        for name in ON_DEVICE:
+            getattr(self._held, name).copy_(getattr(batch, name))
+        self._graphs[0]()
 
-        def first() -> None:
-            self.forget()  # so that gradients lie where the graph leaves them: adding them to others is a launch each
-            self._begin_sums()
-            self._add(held)
-            self._close(False)
+    def _one_batch(self, held: Batch) -> None:
+        self.forget()  # so that gradients lie where the graph leaves them: adding them to others is a launch each
+        self._sums.zero_()
+        self._add(held)
+        self._measure()
 
+    def _recorded(self, call: Callable[[], None]) -> Callable[[], None]:
+        """`call` as a CUDA graph. It is tried first, on the stream of the graph; every tensor that this changes is put back."""
+        device = self.group.device
         state = [*self.model.state_dict().values(), *self.optimizer.state().values()]
         state += [] if self.mean is None else list(self.mean.model.state_dict().values())
-        half = recorded(first, state, self.group.device)
-        torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])  # recorded, not computed so far
-        self._replay = half, recorded(self._move, state, self.group.device)
-
-
-def recorded(call: Callable[[], None], state: list[Tensor], device: torch.device) -> Callable[[], None]:
-    """`call` as a CUDA graph; `state` is as before when this returns.
-
-    cuBLAS has one workspace a stream. Recorded on one stream, as torch does unless told otherwise, graphs share it: two that
-    run at once spoil each other's sums, or wait for each other for minutes. So each is tried and recorded on a stream of its
-    own, whose workspace the tries leave there.
-    """
-    kept = [x.clone() for x in state]
-    aside = torch.cuda.Stream(device)
-    aside.wait_stream(torch.cuda.current_stream(device))
-    try:
-        with torch.cuda.stream(aside):
-            for _ in range(3):
-                call()
-    finally:  # also where memory does not suffice
-        torch.cuda.current_stream(device).wait_stream(aside)
-        with torch.no_grad():
-            for x, old in zip(state, kept, strict=True):
-                x.copy_(old)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=aside):
-        call()
-    return graph.replay
+        kept = [x.clone() for x in state]
+        aside = torch.cuda.Stream(device)
+        aside.wait_stream(torch.cuda.current_stream(device))
+        try:
+            with torch.cuda.stream(aside):
+                for _ in range(3):
+                    call()
+        finally:  # also where memory does not suffice
+            torch.cuda.current_stream(device).wait_stream(aside)
+            with torch.no_grad():
+                for x, old in zip(state, kept, strict=True):
+                    x.copy_(old)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=aside):
+            call()
+        return graph.replay
 
 
 def _statistics(model: nn.Module) -> list[tuple[list[Tensor], list[Tensor]]]:

@@ -37,8 +37,7 @@ from typing import Any, NamedTuple
 from dmst import atomic, cli
 from dmst.engine import evaluate, journal
 from dmst.engine.folder import RunFolder
-from dmst.engine.muon import Muon
-from dmst.engine.optim import Mean
+from dmst.engine.optim import Mean, Muon
 from dmst.engine.train_step import TrainStep
 from soak.case import Case
 from tests.runs import EVERYTHING, on_pictures, pictures, told

@@ -42,7 +42,7 @@ from dmst.engine import evaluate, prepare, train_loop, train_step
 from dmst.engine.console import Quiet
 from dmst.engine.distributed import Group
 from dmst.engine.folder import RunFolder
-from dmst.engine.muon import Muon
+from dmst.engine.optim import Muon
 from dmst.engine.recipe import Recipe, read_recipe
 from soak.case import Case
 from tests import test_train_kills as kills
@@ -359,15 +359,15 @@ def in_a_worker() -> None:
 
 
 def moved_weights() -> None:
-    real = train_step.TrainStep.finish
+    real = train_step.TrainStep.step
 
-    def finish(self: train_step.TrainStep, step: int, *args: Any) -> Any:
+    def step_(self: train_step.TrainStep, step: int, *args: Any) -> Any:
         found = real(self, step, *args)
         with torch.no_grad():
             self.model.head.bias += 1e-6 * (step == 4)
         return found
 
-    train_step.TrainStep.finish = finish  # type: ignore[method-assign]
+    train_step.TrainStep.step = step_  # type: ignore[method-assign]
 
 
 def spoiled(step: int) -> None:
