@@ -297,7 +297,8 @@ def test_masks_are_cut_as_the_images_are() -> None:
     mask = np.full((20, 36), 2, np.uint8)
     mask[4:12, 10:22] = 1
     pixels = np.where(mask == 1, 255, 0).astype(np.uint8)[..., None]
-    image_set = ArraySet("pets", "test", ["a"], np.zeros(3, np.int64), np.stack([pixels] * 3), masks=np.stack([mask] * 3))
+    image_set = ArraySet("pets", "test", ["a"], np.zeros(3, np.int64), np.stack([pixels] * 3))
+    image_set.masks = lambda index: mask  # type: ignore[method-assign]
     view = View(10, 1, (0.5,), (0.5,), crop_pct=0.8)
     cut = in_view(mask, view)
     assert cut.shape == (10, 10) and set(cut.unique().tolist()) == {1, 2}

@@ -1,7 +1,7 @@
 """`dmst data`: which datasets there are, which of them are here, and how the others come here.
 
 dmst data list               every dataset, and whether it is in the data folder
-dmst data info NAME          classes, splits, licence, source; where it was found, in which form, how many images
+dmst data info NAME          classes, splits, licence, source; where it was found, how many images
 dmst data fetch NAME         the official files, from their authors, checked
 dmst data verify [NAME]      the checksums of what is in the data folder
 """
@@ -22,8 +22,7 @@ from dmst.words import visible
 
 if TYPE_CHECKING:
     from dmst.data.catalog import Entry
-    from dmst.data.formats import Format
-    from dmst.data.official import Tick
+    from dmst.data.fetch import Tick
 
 app = typer.Typer(name="data", help="List, download and check datasets.", no_args_is_help=True)
 HELP = "The folder of the datasets."
@@ -42,10 +41,10 @@ def data_list(data_dir: str = typer.Option(None, envvar="DMST_DATA", help=HELP))
     """
     from dmst.data.catalog import CATALOG
 
-    rows, folder = [], _folder(data_dir)
+    rows = []
     for name, entry in CATALOG.items():
         images = " + ".join(f"{count:,}" for count in entry.counts.values())
-        rows.append((name, images, str(_number_of_classes(entry)), _here(name, entry, folder)))
+        rows.append((name, images, str(_number_of_classes(entry)), _here(name, entry, data_dir)))
     Terminal().print(_grid(("name", "train + test", "classes", "in the data folder"), rows))
     say(f"Data folder: {data_dir}" if data_dir else NO_FOLDER)
 
@@ -58,37 +57,36 @@ def data_info(
 ) -> None:
     """Describe a dataset: classes, licence, source, and which splits are in the data folder.
 
-    Every split that is found is opened and its images are counted; packed
-    sheets are compared with their sha256. This takes a minute for ImageNet;
-    --quick leaves it out. It also works for your own folder (class folders,
-    WebDataset shards, or a Hugging Face dataset saved to disk).
+    Every split that is found is opened and its images are counted. This takes
+    a minute for ImageNet; --quick leaves it out. It also works for your own
+    folder (class folders, WebDataset shards, or a Hugging Face dataset saved to
+    disk).
 
     Exit status 0: everything that was found can be read. 1: a part of it
     cannot.
     """
-    from dmst.data.catalog import CATALOG
+    from dmst.data.catalog import CATALOG, located
     from dmst.data.formats import SPLITS
 
-    console, folder, entry = Terminal(), _folder(data_dir), CATALOG.get(name)
+    console, entry = Terminal(), CATALOG.get(name)
     if entry is None:
-        found = [_opened(name, split, folder) for split in SPLITS]
+        found = [_opened(name, split, data_dir) for split in SPLITS]
         if not any(sound for _, sound in found):
             raise typer.BadParameter(found[0][0], param_hint="NAME")
         console.print(_grid(("", ""), zip(SPLITS, (told for told, _ in found), strict=True)))
         return
     console.print(Text.assemble((entry.title, "bold"), f"  {name}"), _grid(("", ""), _facts(name, entry)), "", sep="\n")
-    if folder is None and entry.built_in is None:
+    if not data_dir and not entry.built_in:
         say(NO_FOLDER)
         return
     rows, well = [], True
     for split in entry.counts:
-        place = _located(entry, split, folder) if entry.built_in is None else None
-        if place is None and entry.built_in is None:
-            rows.append((split, f"not in {folder}"))
+        place = "in scikit-learn" if entry.built_in else located(entry, split, Path(data_dir))
+        if place is None:
+            rows.append((split, f"not in {data_dir}"))
             continue
-        told, sound = ("", True) if quick else _opened(name, split, folder)
-        where = [f"{place[1]}, {place[0].what}"] if place else ["in scikit-learn"]
-        rows.append((split, "\n".join([*where, *([told] if told else [])])))
+        told, sound = ("", True) if quick else _opened(name, split, data_dir)
+        rows.append((split, f"{place}\n{told}".strip()))
         well &= sound
     console.print(Text("In the data folder", "bold"), _grid(("", ""), rows), sep="\n")
     raise typer.Exit(0 if well else 1)
@@ -102,10 +100,9 @@ def data_fetch(
 ) -> None:
     """Download the official files of a dataset from their authors, over https.
 
-    Size and md5 are compared with those that the authors publish; the sha256 is
-    written to SHA256SUMS. If a download is interrupted, run the command again:
-    it continues. Archives that cannot be read directly are unpacked next to
-    the file; you may delete the archive then.
+    Size and md5 are compared with those that the authors publish. If a download
+    is interrupted, run the command again: it continues. Archives are unpacked
+    next to the file; you may delete the archive then.
 
     Without network access, the message says which file to download by hand,
     from where, into which folder, and its checksum. Then run the command again.
@@ -116,8 +113,7 @@ def data_fetch(
     from dmst.data.catalog import CATALOG
     from dmst.data.fetch import fetch
 
-    if name in CATALOG and CATALOG[name].fetched:
-        entry = CATALOG[name]
+    if (entry := CATALOG.get(name)) and entry.files:
         Terminal().print(_grid(("", ""), [("dataset", entry.title), ("licence", entry.licence), ("cite", entry.citation)]))
     with _progress() as tick:
         paths = fetch(name, data_dir, tick=tick, timeout=timeout)
@@ -132,10 +128,9 @@ def data_verify(
 ) -> None:
     """Compare the files in the data folder with their known checksums.
 
-    Official files are compared by size and published md5, and with SHA256SUMS;
-    packed sheets by their sha256. Folders of images have no checksum: `dmst
-    data info` counts them, and a training run decodes every image once before
-    it starts.
+    Official files are compared by size and published md5. Folders of images
+    have no checksum: `dmst data info` counts them, and a training run decodes
+    every image once before it starts.
 
     Exit status 0: all files that were found are correct. 1: a file is damaged
     or unknown, or no file was found.
@@ -159,8 +154,6 @@ def data_verify(
 
 
 def _facts(name: str, entry: Entry) -> Iterator[tuple[str, str]]:
-    from dmst.data.official import FILES
-
     classes = entry.classes if isinstance(entry.classes, tuple) else ()
     shown = classes if len(classes) <= 2 * SHOWN else (*classes[:SHOWN], "...", classes[-1])
     yield "classes", f"{_number_of_classes(entry):,}" + (f": {', '.join(shown)}" if shown else "")
@@ -168,13 +161,14 @@ def _facts(name: str, entry: Entry) -> Iterator[tuple[str, str]]:
     yield "licence", entry.licence
     yield "source", entry.source
     yield "cite", entry.citation
-    if name in FILES:
-        yield "fetch", f"dmst data fetch {name}    {sum(file.bytes for file in FILES[name]) / 1e6:,.0f} MB"
-    for form in entry.formats:
-        yield "read as", f"{form.what}: {', '.join(dict.fromkeys(place for split in form.places.values() for place in split))}"
+    if entry.files:
+        yield "fetch", f"dmst data fetch {name}    {sum(file.bytes for file in entry.files) / 1e6:,.0f} MB"
+    if entry.format:
+        places = dict.fromkeys(place for split in entry.format.places.values() for place in split)
+        yield "read as", f"{entry.format.what}: {', '.join(places)}"
 
 
-def _opened(name: str, split: str, data_dir: Path | None) -> tuple[str, bool]:
+def _opened(name: str, split: str, data_dir: str | None) -> tuple[str, bool]:
     """What a split is, once it is open; or why it cannot be."""
     from dmst.data.catalog import open_set
     from dmst.errors import DmstError
@@ -190,26 +184,17 @@ def _opened(name: str, split: str, data_dir: Path | None) -> tuple[str, bool]:
     return f"{len(found):,} images{size}, {len(found.classes):,} classes{variant}", True
 
 
-def _here(name: str, entry: Entry, folder: Path | None) -> str:
+def _here(name: str, entry: Entry, data_dir: str | None) -> str:
     from importlib.util import find_spec
 
-    if entry.built_in is not None:
+    from dmst.data.catalog import located
+
+    if entry.format is None:
         return "in scikit-learn" if find_spec("sklearn") else "no: pip install 'dmst[data]'"
-    found = {split: place[0].what for split in entry.counts if folder and (place := _located(entry, split, folder))}
+    found = [split for split in entry.counts if data_dir and located(entry, split, Path(data_dir))]
     if not found:
-        return f"no: dmst data fetch {name}" if entry.source.startswith("http") else "no"  # of ImageNet it says how to get it
-    forms = ", ".join(dict.fromkeys(found.values()))
-    return forms if len(found) == len(entry.counts) else f"{forms}, {' and '.join(found)} only"
-
-
-def _located(entry: Entry, split: str, folder: Path | None) -> tuple[Format, Path] | None:
-    """The form that would be read, and where it lies: the first there is, as `open_set` takes it."""
-    places = ((form, folder / place) for form in entry.formats for place in form.places[split]) if folder else ()
-    return next(((form, place) for form, place in places if place.exists()), None)
-
-
-def _folder(data_dir: str | None) -> Path | None:
-    return Path(data_dir) if data_dir else None
+        return f"no: dmst data fetch {name}"  # of ImageNet it says how to get it
+    return entry.format.what if len(found) == len(entry.counts) else f"{entry.format.what}, {' and '.join(found)} only"
 
 
 def _number_of_classes(entry: Entry) -> int:
@@ -227,17 +212,11 @@ def _grid(columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> Table:
 
 @contextmanager
 def _progress() -> Iterator[Tick]:
-    """A bar for each thing that is done, on the error stream, where somebody looks."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    """A progress bar for each step, on the error stream, if it is a terminal."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console, tasks = Terminal(stderr=True), dict[str, Any]()
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(None),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(None), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
 
         def tick(what: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Every dataset by name: classes, splits, licence, source, and the forms in which it may lie on disk, in the order of trying.
+"""Every dataset by name: classes, splits, licence, source, pixel statistics, its layout on disk, and its official files.
 
     open_set("cifar10", "train", data_dir=...)     a name of CATALOG; the folder, or the environment variable DMST_DATA
     open_set("photos/birds", "train")              any folder: class folders, a Hugging Face dataset, WebDataset shards
@@ -14,26 +14,30 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dmst.data.formats import (
-    SPLITS,
-    Asked,
-    Format,
-    cifar,
-    digits,
-    folders,
-    food,
-    huggingface,
-    imagenet,
-    pets,
-    shards,
-    sheets,
-    svhn,
-)
-from dmst.data.formats.sheets import Pack
+from dmst.data.formats import SPLITS, Asked, Format, arrays, folders, huggingface, imagenet, lists, shards
 from dmst.data.sets import ImageSet, complete
 from dmst.errors import BadFileError, OptionError, choose, unknown_name
 
 VARIABLE = "DMST_DATA"
+
+
+class Statistics(NamedTuple):
+    """Mean and standard deviation of the pixels (0 to 1), per channel: how images of the dataset are normalised."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class File(NamedTuple):
+    """A file as its authors publish it; `unpacked` is the folder, beside it, that comes out of an archive.
+
+    Sizes and md5 are those that the authors' pages, their servers and torchvision state; md5 is all that the authors publish.
+    """
+
+    path: str  # below the data folder
+    bytes: int
+    md5: str
+    unpacked: str = ""
 
 
 class Entry(NamedTuple):
@@ -46,9 +50,13 @@ class Entry(NamedTuple):
     licence: str
     source: str
     citation: str
-    formats: tuple[Format, ...] = ()
+    statistics: Statistics
+    format: Format | None = None
     built_in: Callable[[Asked], ImageSet] | None = None  # needs no data folder
-    fetched: bool = False  # `dmst data fetch` can get it
+    site: str = ""  # where `dmst data fetch` gets the files
+    files: tuple[File, ...] = ()
+    by_hand: str = ""  # where it gets none: what to do
+    pickles: tuple[str, ...] = ()  # another form that the authors publish, known and refused
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -73,43 +81,18 @@ PETS = words(
 )
 DIGITS = words("0 1 2 3 4 5 6 7 8 9")
 
-# packed sheets by sha256
-CIFAR10_SHEETS = {
-    "train": Pack(
-        {
-            "cifar10-train-1of2.zip": "50eca2d8fc44c500d47ccddc0d437be1c0556bf40ed3170d57150324bf35fb31",
-            "cifar10-train-2of2.zip": "b8dcbbe305f526f9a05a2647601a92d343003b7030501ae8b7c7a053b8f389d1",
-        },
-        "near-lossless JPEG train",
-    ),
-    "test": Pack({"cifar10-test.zip": "7b5db931110625e472fb04d3b740b38f8fea7f3071f2adf3d6cf239a2e78bc64"}),  # exact
-}
-CIFAR100_SHEETS = {
-    "train": Pack(
-        {
-            "cifar100-train-1of2.zip": "2415a96aed0926098015ccfb9780c81ab3f7e89477b21b58c6f2aaa9a81365f2",
-            "cifar100-train-2of2.zip": "e03c19162adfafea0e43f4d86efc0ad2df0a459325e503b780b849de97b26a8d",
-        },
-        "near-lossless JPEG train",
-    ),
-    "test": Pack(
-        {"cifar100-test.zip": "13b57ef3aa61d3cd746ab8d707e597d0f852c54a508c808448ac77b302905b26"}, "near-lossless JPEG test"
-    ),
-}
-SVHN_SHEETS = {
-    "train": Pack({"svhn-train.zip": "a0c9359780ccf5d653a7a16cce4c8e23f938a4ca539cb20f034f21f2b6feeff7"}, "re-cropped"),
-    "test": Pack({"svhn-test.zip": "3c78c817c0e587f6855463487a97053b4626d1dd413c703cb82703d8515b1007"}, "re-cropped"),
-}
-PETS_SHEETS = {
-    "train": Pack({"pets128-trainval.zip": "481ec3be3e1d16c79a6151dd94a8b4636da8f33177d4236be985d377976b7a46"}, "128 px"),
-    "test": Pack({"pets128-test.zip": "adb21b1222e0fbd7e4856db9ddd48966a54a2e68b42fa6afbfb13fbc8dd0b246"}, "128 px"),
-}
-SAMPLE_SHEETS = {
-    "sample": Pack(
-        {"imagenet-sample1000-224.zip": "96b9650d3efdd72395a0e2b4665f415898e67b7ee5e2b0956bb1bea6070874e0"},
-        "1,000-image ImageNet sample",
-    )
-}
+IMAGENET = Statistics((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+CIFAR = Statistics((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))  # SVHN's too: weights of one start the other
+TINY = Statistics((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
+REGISTER = """ImageNet is not fetched: its terms ask every user to register.
+Make an account at https://image-net.org and get ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, or join the
+ImageNet Object Localization Challenge on Kaggle. These layouts are read, below {folder}/imagenet or {folder}:
+  train/nXXXXXXXX/*.JPEG    1,000 folders, 1,281,167 images
+  val/nXXXXXXXX/*.JPEG      the same folders, 50,000 images; or all of them in val/, with LOC_val_solution.csv beside it
+Then `dmst data info imagenet` says what it finds."""
+UNZIP = """Tiny-ImageNet is not fetched: its zip is published without a checksum.
+Get http://cs231n.stanford.edu/tiny-imagenet-200.zip and unpack it in {folder}: it becomes {folder}/tiny-imagenet-200.
+Then `dmst data info tinyimagenet` says what it finds."""
 
 CATALOG: Mapping[str, Entry] = {
     "digits": Entry(
@@ -120,7 +103,9 @@ CATALOG: Mapping[str, Entry] = {
         licence="CC BY 4.0",
         source="scikit-learn, from the UCI Machine Learning Repository",
         citation="E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, 1998",
-        built_in=digits.read,
+        statistics=Statistics((0.5,), (0.5,)),
+        by_hand="digits needs no download: it comes with scikit-learn (pip install 'dmst[data]').",
+        built_in=arrays.read_digits,
     ),
     "cifar10": Entry(
         title="CIFAR-10",
@@ -130,13 +115,11 @@ CATALOG: Mapping[str, Entry] = {
         licence="none stated by the authors; research use",
         source="https://www.cs.toronto.edu/~kriz/cifar.html",
         citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
-        formats=(
-            sheets.form(CIFAR10_SHEETS),
-            cifar.form("cifar-10-batches-bin", "cifar-10-binary.tar.gz"),
-            folders.form("cifar10"),
-            cifar.python_form("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"),
-        ),
-        fetched=True,
+        statistics=CIFAR,
+        format=arrays.cifar("cifar-10-batches-bin"),
+        site="https://www.cs.toronto.edu/~kriz",
+        files=(File("cifar-10-binary.tar.gz", 170_052_171, "c32a1d4ab5d03f1284b67883e8d87530", "cifar-10-batches-bin"),),
+        pickles=("cifar-10-batches-py", "cifar-10-python.tar.gz"),
     ),
     "cifar100": Entry(
         title="CIFAR-100",
@@ -146,13 +129,11 @@ CATALOG: Mapping[str, Entry] = {
         licence="none stated by the authors; research use",
         source="https://www.cs.toronto.edu/~kriz/cifar.html",
         citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
-        formats=(
-            sheets.form(CIFAR100_SHEETS),
-            cifar.form("cifar-100-binary", "cifar-100-binary.tar.gz"),
-            folders.form("cifar100"),
-            cifar.python_form("cifar-100-python", "cifar-100-python.tar.gz", "cifar-100-binary.tar.gz"),
-        ),
-        fetched=True,
+        statistics=CIFAR,
+        format=arrays.cifar("cifar-100-binary"),
+        site="https://www.cs.toronto.edu/~kriz",
+        files=(File("cifar-100-binary.tar.gz", 168_513_733, "03b5dce01913d631647c71ecec9e9cb8", "cifar-100-binary"),),
+        pickles=("cifar-100-python", "cifar-100-python.tar.gz"),
     ),
     "svhn": Entry(
         title="SVHN, cropped digits",
@@ -162,8 +143,13 @@ CATALOG: Mapping[str, Entry] = {
         licence="non-commercial use only",
         source="http://ufldl.stanford.edu/housenumbers",
         citation="Y. Netzer et al., Reading Digits in Natural Images with Unsupervised Feature Learning, 2011",
-        formats=(sheets.form(SVHN_SHEETS), svhn.form(), folders.form("svhn")),
-        fetched=True,
+        statistics=CIFAR,
+        format=arrays.svhn(),
+        site="https://ufldl.stanford.edu/housenumbers",
+        files=(
+            File("train_32x32.mat", 182_040_794, "e26dedcc434d2e4c54c9b2d4a06d8373"),
+            File("test_32x32.mat", 64_275_384, "eb5a983be6a315427106f1b164d9cef3"),
+        ),
     ),
     "pets": Entry(
         title="Oxford-IIIT Pets",
@@ -173,8 +159,13 @@ CATALOG: Mapping[str, Entry] = {
         licence="CC BY-SA 4.0; the images belong to their owners",
         source="https://www.robots.ox.ac.uk/~vgg/data/pets",
         citation="O. M. Parkhi et al., Cats and Dogs, 2012",
-        formats=(sheets.form(PETS_SHEETS), pets.form(), folders.form("pets")),
-        fetched=True,
+        statistics=IMAGENET,
+        format=lists.pets(),
+        site="https://www.robots.ox.ac.uk/~vgg/data/pets/data",
+        files=(
+            File("oxford-iiit-pet/images.tar.gz", 791_918_971, "5c4f3ee8e5d25df40f4fd59a7f44e54c", "images"),
+            File("oxford-iiit-pet/annotations.tar.gz", 19_173_078, "95a8c909bbe2e81eed6a22bccdf3f68f", "annotations"),
+        ),
     ),
     "food101": Entry(
         title="Food-101",
@@ -184,8 +175,22 @@ CATALOG: Mapping[str, Entry] = {
         licence="none stated by the authors; the images belong to their owners; research use",
         source="https://data.vision.ee.ethz.ch/cvl/datasets_extra/food-101",
         citation="L. Bossard et al., Food-101: Mining Discriminative Components with Random Forests, 2014",
-        formats=(food.form(), folders.form("food101")),
-        fetched=True,
+        statistics=IMAGENET,
+        format=lists.food(),
+        site="https://data.vision.ee.ethz.ch/cvl",
+        files=(File("food-101.tar.gz", 4_996_278_331, "85eeb15f3717b99a5da872d97d918f87", "food-101"),),
+    ),
+    "tinyimagenet": Entry(
+        title="Tiny-ImageNet-200",
+        classes=200,
+        counts={"train": 100_000, "test": 10_000},
+        size="64 x 64, with boxes",
+        licence="non-commercial research only; the images belong to their owners",
+        source="http://cs231n.stanford.edu/tiny-imagenet-200.zip; the test split is the validation set, which has labels",
+        citation="Y. Le, X. Yang, Tiny ImageNet Visual Recognition Challenge, 2015",
+        statistics=TINY,
+        format=lists.tiny_imagenet(),
+        by_hand=UNZIP,
     ),
     "imagenet": Entry(
         title="ImageNet-1K",
@@ -195,17 +200,9 @@ CATALOG: Mapping[str, Entry] = {
         licence="non-commercial research only; the images belong to their owners",
         source="https://image-net.org, with an account; the test split is the validation set, as everywhere",
         citation="O. Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, 2015",
-        formats=(imagenet.form(),),
-    ),
-    "imagenet-sample": Entry(
-        title="ImageNet sample",
-        classes=1000,
-        counts={"sample": 1_000},
-        size="224 x 224",
-        licence="non-commercial research only; the images belong to their owners",
-        source="one image of every class, of which split is not known: no accuracy from it means anything",
-        citation="O. Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, 2015",
-        formats=(sheets.form(SAMPLE_SHEETS),),
+        statistics=IMAGENET,
+        format=imagenet.imagenet(),
+        by_hand=REGISTER,
     ),
 }
 
@@ -218,26 +215,38 @@ def open_set(name_or_folder: str | Path, split: str, *, data_dir: str | Path | N
     entry = CATALOG[name]
     choose(f"split of {name}", split, entry.counts)
     asked = Asked(name, split, entry.classes if isinstance(entry.classes, tuple) else ())
-    found = entry.built_in(asked) if entry.built_in else _found(entry, asked, _data_folder(name, data_dir))
-    _right_number_of_classes(entry, found)
+    found = entry.built_in(asked) if entry.built_in else _read(entry, asked, _data_folder(name, data_dir))
+    wanted = entry.classes if isinstance(entry.classes, int) else len(entry.classes)
+    if len(found.classes) != wanted:
+        raise BadFileError(
+            f"{found} has {len(found.classes)} classes, {found.classes[0]} to {found.classes[-1]}; {entry.title} has {wanted}. "
+            "To open only a part of it, give the path of its folder, not its name."
+        )
     if len(found) != entry.counts[split]:
-        said = f"{len(found):,} of {entry.counts[split]:,} images"
-        found.variant = f"{found.variant}, {said}" if found.variant else said
+        found.variant = f"{len(found):,} of {entry.counts[split]:,} images"
     return complete(found)
 
 
-def _found(entry: Entry, asked: Asked, folder: Path) -> ImageSet:
-    for form in entry.formats:
-        for place in form.places[asked.split]:
-            if (folder / place).exists():
-                return form.read(folder / place, asked)
-    looked = "; ".join(f"{' or '.join(form.places[asked.split])} ({form.what})" for form in entry.formats)
-    remedy = (
-        f"Get it with `dmst data fetch {asked.name}`, or" if entry.fetched else f"Get it from its source ({entry.source}), and"
-    )
+def located(entry: Entry, split: str, folder: Path) -> Path | None:
+    """Where the split lies in the data folder."""
+    places = entry.format.places[split] if entry.format else ()
+    return next((folder / place for place in places if (folder / place).exists()), None)
+
+
+def _read(entry: Entry, asked: Asked, folder: Path) -> ImageSet:
+    assert entry.format
+    if (place := located(entry, asked.split, folder)) is not None:
+        return entry.format.read(place, asked)
+    for name in entry.pickles:
+        if (folder / name).exists():
+            raise BadFileError(
+                f"{folder / name} holds python batches, which are pickles: refused, for reading a pickle can run code. "
+                f"Get the binary ones, {entry.files[0].path}, with `dmst data fetch {asked.name}`."
+            )
+    remedy = f"`dmst data fetch {asked.name}` gets it, or says how; if it is elsewhere,"
     raise BadFileError(
-        f"{asked.name} {asked.split} is not in {folder}. Looked for, in this order: {looked}. "
-        f"{remedy} set {VARIABLE} (or data_dir, --data-dir) to the folder that contains it."
+        f"{asked.name} {asked.split} is not in {folder}. Looked for: {' or '.join(entry.format.places[asked.split])} "
+        f"({entry.format.what}). {remedy} set {VARIABLE} (or data_dir, --data-dir) to the folder that contains it."
     )
 
 
@@ -250,15 +259,6 @@ def _data_folder(name: str, data_dir: str | Path | None) -> Path:
     if not Path(told).is_dir():
         raise OptionError(f"{'data_dir' if data_dir is not None else VARIABLE} is {str(told)!r}, which is not a folder.")
     return Path(told)
-
-
-def _right_number_of_classes(entry: Entry, found: ImageSet) -> None:
-    wanted = entry.classes if isinstance(entry.classes, int) else len(entry.classes)
-    if len(found.classes) != wanted:
-        raise BadFileError(
-            f"{found} has {len(found.classes)} classes, {found.classes[0]} to {found.classes[-1]}; {entry.title} has {wanted}. "
-            "To open only a part of it, give the path of its folder, not its name."
-        )
 
 
 def _open_folder(name: str, split: str, data_dir: str | Path | None) -> ImageSet:

@@ -1,102 +1,96 @@
-"""`dmst data fetch`: the official files of a dataset, from their authors, whole and checked. The only download of this package.
+"""`dmst data fetch`: the official files of a dataset, from their authors, checked. The only download of this package.
 
-    NAME.part      what has come so far (download.py)
-    NAME           renamed to this when size and md5 are those that the authors publish (official.py)
-    FOLDER/        unpacked beside it, where an archive is not read as it is (unpack.py)
-    SHA256SUMS     what is here, for `sha256sum --check SHA256SUMS`
+    NAME.part      what has come so far: cut off, the next call goes on from there
+    NAME           renamed to this when size and md5 are those that the authors publish
+    FOLDER/        of an archive, unpacked beside it: complete or not at all
 
-Whatever stops it, the next call goes on from there. Nothing of the user's is overwritten.
+Nothing of the user's is overwritten.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import http.client
 import os
-import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+import tarfile
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+import dmst
 from dmst import atomic
-from dmst.data import catalog
-from dmst.data.download import download, forget, length, saving
-from dmst.data.official import FILES, NOT_FETCHED, PACKED, File, Tick, differs, digests, no_tick
-from dmst.data.unpack import unpack
-from dmst.errors import BadFileError, FetchError, FullDiskError, OptionError, unknown_name
+from dmst.data.catalog import CATALOG, File
+from dmst.errors import BadFileError, DmstError, FetchError, FullDiskError, OptionError, SaveError, unknown_name
 
-SUMS = "SHA256SUMS"
-SLACK = 64 << 20  # bytes that stay free
+Tick = Callable[[str, int, int], None]  # what is being done, how far, of how much
+CHUNK = 1 << 20
 
 
-def fetch(
-    name: str, data_dir: str | Path, *, tick: Tick | None = None, timeout: float = 60, base: str | None = None
-) -> list[Path]:
-    """The files of `name` in `data_dir`, downloaded where they are not there yet; archives that need it unpacked.
+def no_tick(what: str, done: int, total: int) -> None:
+    """Where nobody watches."""
+
+
+def fetch(name: str, data_dir: str | Path, *, tick: Tick = no_tick, timeout: float = 60, base: str | None = None) -> list[Path]:
+    """The files of `name` in `data_dir`, downloaded where they are not there yet; archives unpacked.
 
     `base` takes the place of the address before the last slash (a mirror, a test): it may be http, all others are https.
     """
     folder = Path(data_dir)
-    if name in NOT_FETCHED:
-        raise OptionError(NOT_FETCHED[name].format(folder=folder))
-    if name not in FILES:
-        raise unknown_name("dataset", name, FILES)
-    tick = tick or no_tick
-    with saving(folder, 0):
-        folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
-        _room(name, folder)
-        return [_fetch_one(name, file, folder, tick, timeout, base) for file in FILES[name]]
+    if name not in CATALOG:
+        raise unknown_name("dataset", name, CATALOG)
+    entry = CATALOG[name]
+    if not entry.files:
+        raise OptionError(entry.by_hand.format(folder=folder))
+    paths = []
+    for file in entry.files:
+        target = folder / file.path
+        unpacked = target.with_name(file.unpacked) if file.unpacked else target
+        if not file.unpacked or not unpacked.exists():
+            with saving(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                try:
+                    _download(f"{base or entry.site}/{target.name}", file, target, tick, timeout)
+                except (FetchError, BadFileError) as error:
+                    raise type(error)(f"{error}\n{by_hand(name, folder)}") from error
+            elif wrong := differs(target, file, tick):
+                raise BadFileError(
+                    f"{target} is there and is not the file that is published: {wrong}. Move it away and fetch again."
+                )
+            if file.unpacked:
+                _unpack(target, unpacked, tick)
+        paths.append(unpacked)
+    return paths
 
 
 def by_hand(name: str, folder: Path) -> str:
     """What to do where there is no network."""
-    entry = catalog.CATALOG[name]
-    rows = (f"  {file.url}\n    to {folder / file.path}    {file.bytes:,} bytes, md5 {file.md5}" for file in FILES[name])
+    entry = CATALOG[name]
+    rows = (
+        f"  {entry.site}/{Path(file.path).name}\n    to {folder / file.path}    {file.bytes:,} bytes, md5 {file.md5}"
+        for file in entry.files
+    )
     again = f"Then run `dmst data fetch {name} --data-dir {folder}` again: it checks what is there, and goes on."
     return "\n".join([f"To get it by hand, from {entry.source}:", *rows, again])
 
 
-def _fetch_one(name: str, file: File, folder: Path, tick: Tick, timeout: float, base: str | None) -> Path:
-    target = folder / file.path
-    if file.unpacked and (folder / file.unpacked).exists():
-        return folder / file.unpacked
-    with saving(target, file.bytes):
-        target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        wrong, sha256 = differs(target, file, tick)
-        if wrong:
-            raise BadFileError(
-                f"{target} is there and is not the file that is published: {wrong}. Move it away and fetch again."
-            )
-    else:
-        sha256 = _download(name, file, folder, tick, timeout, base)
-    _record(folder, file.path, sha256)
-    return unpack(target, folder / file.unpacked, tick) if file.unpacked else target
-
-
-def _download(name: str, file: File, folder: Path, tick: Tick, timeout: float, base: str | None) -> str:
-    """Bring one file to its place; returns its sha256."""
-    target = folder / file.path
-    part = _part(target)
-    url = f"{base.rstrip('/')}/{target.name}" if base else file.url
-    plain = base is not None and base.startswith("http:")
-    try:
-        told = f"fetch {target.name}"
-        download(url, part, file.bytes, tick=lambda done: tick(told, done, file.bytes), timeout=timeout, plain_http=plain)
-    except FetchError as error:
-        raise FetchError(f"{error}\n{by_hand(name, folder)}") from error
-    wrong, sha256 = differs(part, file, tick)
-    if wrong:
-        forget(part)
-        raise BadFileError(
-            f"what {url} sent is not the file that is published: {wrong}. It was thrown away: try again later.\n"
-            f"{by_hand(name, folder)}"
-        )
-    with saving(target, file.bytes):
-        part.replace(target)
-        forget(part)
-    return sha256
+def differs(path: Path, file: File, tick: Tick = no_tick) -> str:
+    """How `path` differs from what is published; empty: not at all."""
+    if (size := path.stat().st_size) != file.bytes:
+        return f"it has {size:,} bytes instead of {file.bytes:,}"
+    md5, done = hashlib.md5(usedforsecurity=False), 0
+    with path.open("rb") as source:
+        while data := source.read(CHUNK):
+            md5.update(data)
+            done += len(data)
+            tick(f"check {path.name.removesuffix('.part')}", done, size)
+    return "" if md5.hexdigest() == file.md5 else f"its md5 is {md5.hexdigest()} instead of {file.md5}"
 
 
 class Verdict(NamedTuple):
@@ -107,75 +101,124 @@ class Verdict(NamedTuple):
     told: str
 
 
-def verify(name: str, data_dir: str | Path, *, tick: Tick | None = None) -> list[Verdict]:
-    """Every file of `name` in `data_dir` whose checksum is known: the official ones and the packed sheets."""
-    if name not in catalog.CATALOG:
-        raise unknown_name("dataset", name, catalog.CATALOG)
-    tick, folder, verdicts = tick or no_tick, Path(data_dir), []
-    recorded = _recorded(folder)
-    for file in FILES.get(name, ()):
-        if (folder / file.path).is_file():
-            wrong, sha256 = differs(folder / file.path, file, tick)
-            if not wrong and recorded.get(file.path, sha256) != sha256:
-                wrong = f"its sha256 is {sha256}, and {SUMS} says {recorded[file.path]}"
-            verdicts.append(Verdict(folder / file.path, not wrong, wrong or "size and md5 as published"))
-    for pack in PACKED.get(name, {}).values():
-        for packed, sha256 in pack.files.items():
-            if (folder / packed).is_file():
-                found = digests(folder / packed, tick)[1]
-                told = "sha256 as packed" if found == sha256 else f"its sha256 is {found}, not {sha256}"
-                verdicts.append(Verdict(folder / packed, found == sha256, told))
+def verify(name: str, data_dir: str | Path, *, tick: Tick = no_tick) -> list[Verdict]:
+    """Every official file of `name` in `data_dir`, compared with what is published."""
+    if name not in CATALOG:
+        raise unknown_name("dataset", name, CATALOG)
+    verdicts = []
+    for file in CATALOG[name].files:
+        path = Path(data_dir) / file.path
+        if path.is_file():
+            wrong = differs(path, file, tick)
+            verdicts.append(Verdict(path, not wrong, wrong or "size and md5 as published"))
     return verdicts
 
 
-def _recorded(folder: Path) -> dict[str, str]:
-    with suppress(OSError, UnicodeDecodeError):
-        rows = (re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line) for line in (folder / SUMS).read_text("utf-8").splitlines())
-        return {row[2]: row[1] for row in rows if row}
-    return {}
+# --- downloads --------------------------------------------------------------------------------------------------------
 
 
-def _record(folder: Path, path: str, sha256: str) -> None:
-    held = _recorded(folder)
-    if held.get(path) != sha256:
-        rows = sorted((held | {path: sha256}).items())
-        atomic.write_text(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in rows))
+def _download(url: str, file: File, target: Path, tick: Tick, timeout: float) -> None:
+    """Requests until all bytes are there, each begun where the last one ended; then the check, then the rename."""
+    part = target.with_name(f"{target.name}.part")
+    while (before := _length(part)) < file.bytes:
+        trouble = ""
+        try:
+            _request(url, part, file.bytes, lambda done: tick(f"fetch {target.name}", done, file.bytes), timeout)
+        except DmstError:
+            raise
+        except (OSError, http.client.HTTPException) as error:
+            trouble = f" ({getattr(error, 'reason', None) or str(error) or type(error).__name__})"
+        have = _length(part)
+        if have < file.bytes and have <= before:  # as long as something comes, it goes on
+            told = f"was cut off after {have:,} of {file.bytes:,} bytes, which are kept" if have else "cannot be reached"
+            raise FetchError(f"{url} {told}{trouble}.")
+    if wrong := differs(part, file, tick):
+        part.unlink()
+        raise BadFileError(f"what {url} sent is not the file that is published: {wrong}. It was thrown away: try again later.")
+    with saving(target):
+        part.replace(target)
 
 
-def _room(name: str, folder: Path) -> None:
-    """Refuse before the first byte what would not fit."""
-    needed = SLACK
-    for file in FILES[name]:
-        if file.unpacked and (folder / file.unpacked).exists():
-            continue
-        target = folder / file.path
-        held = target if target.exists() else _part(target)
-        needed += max(file.bytes - length(held), 0) + (file.bytes * 11 // 10 if file.unpacked else 0)
-    free = shutil.disk_usage(folder).free
-    if needed > SLACK and free < needed:
-        raise FullDiskError(f"{name} needs {needed:,} bytes in {folder}, and {free:,} are free there. Nothing was downloaded.")
+def _request(url: str, part: Path, size: int, tick: Callable[[int], None], timeout: float) -> None:
+    """One request: what it brings is added to `part`, or begins it anew where the server does not go on from there."""
+    have, scheme = _length(part), url.partition(":")[0]
+    headers = {"User-Agent": f"dmst/{dmst.__version__}"} | ({"Range": f"bytes={have}-"} if have else {})
+    try:
+        answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 416:  # it has fewer bytes than have come
+            part.unlink()
+        raise FetchError(f"{url} answers {error.code} {error.reason}.") from error
+    with answer:
+        if not answer.geturl().startswith(("https:", f"{scheme}:")):
+            raise FetchError(f"{url} sends on to {answer.geturl()}, which is not https: refused.")
+        start = have if answer.headers.get("Content-Range", "").startswith(f"bytes {have}-") else 0
+        with saving(part):
+            if not start:
+                part.unlink(missing_ok=True)  # a link is not written through
+            out = part.open("ab" if start else "xb")
+        with out:
+            while data := answer.read1(CHUNK):
+                start += len(data)
+                if start > size:
+                    raise FetchError(f"{url} sends more than the {size:,} bytes that are published: refused.")
+                with saving(part):
+                    out.write(data)
+                    out.flush()
+                tick(start)
+            with saving(part):
+                os.fsync(out.fileno())
+
+
+def _length(part: Path) -> int:
+    """Bytes that have come; none to a link, which is not ours."""
+    return part.stat().st_size if part.is_file() and not part.is_symlink() else 0
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One fetch a folder at a time; the system forgets the lock of a process that dies."""
+def saving(path: Path) -> Iterator[None]:
+    """The disk's errors as SaveError."""
     try:
-        import fcntl
-    except ImportError:  # Windows
         yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        if isinstance(error, DmstError):
+            raise
+        kind = FullDiskError if error.errno in atomic.NO_ROOM else SaveError
+        raise kind(
+            f"{path} could not be written ({error.strerror or error}). What has come is kept: make room and run it again."
+        ) from error
+
+
+# --- archives ---------------------------------------------------------------------------------------------------------
+
+
+def _unpack(archive: Path, folder: Path, tick: Tick) -> None:
+    """Plain files below the name of `folder` are written, and nothing else that the archive may hold: no link, no way out."""
+    staging = folder.with_name(f".{folder.name}.unpacking")
+    shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FetchError(f"another `dmst data fetch` is at work in {folder}: wait for it.") from None
-        except OSError:  # some network disks know no locks
-            pass
-        yield
+        with saving(folder):
+            _write_members(archive, staging, folder.name, tick)
+            if not (staging / folder.name).is_dir():
+                raise BadFileError(f"{archive} holds no folder {folder.name}: nothing was unpacked.")
+            (staging / folder.name).rename(folder)
     finally:
-        os.close(handle)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def _part(target: Path) -> Path:
-    return target.with_name(f"{target.name}.part")
+def _write_members(archive: Path, staging: Path, top: str, tick: Tick) -> None:
+    total = archive.stat().st_size
+    try:
+        with archive.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:gz") as tar:
+            for member in tar:
+                parts = PurePosixPath(member.name).parts
+                inside = tar.extractfile(member) if member.isreg() and parts[:1] == (top,) and ".." not in parts else None
+                if inside is not None:
+                    place = staging.joinpath(*parts)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    with place.open("wb") as out:
+                        shutil.copyfileobj(inside, out)
+                    tick(f"unpack {archive.name}", raw.tell(), total)
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise BadFileError(f"{archive} cannot be unpacked ({error}).") from error

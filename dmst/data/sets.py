@@ -1,7 +1,7 @@
 """One split of a dataset, in a fixed order: what every format becomes and everything else reads.
 
-    ArraySet    images of one size, in one array        CIFAR, SVHN, digits, packed sheets
-    FileSet     one file an image, of any size          class folders, Pets, Food-101, ImageNet
+    ArraySet    images of one size, in one array        CIFAR, SVHN, digits
+    FileSet     one file per image, of any size         class folders, Pets, Food-101, ImageNet
     subset      some of the images of a set, a view     split_off holds out a share of every class
 
 A set is checked when it is made: it holds images, and every label names a class. `complete` also asks for every class.
@@ -81,34 +81,25 @@ class ImageSet:
         """The mask of one image, uint8 (h, w), where the dataset has masks."""
         return None
 
+    def box(self, index: int) -> tuple[int, int, int, int] | None:
+        """Where the object of one image is, x0 y0 x1 y1 in pixels, where the dataset has boxes."""
+        return None
+
 
 class ArraySet(ImageSet):
-    """Images uint8 (n, h, w, 1 or 3), and masks uint8 (n, h, w) where there are any."""
+    """Images uint8 (n, h, w, 1 or 3)."""
 
     def __init__(
-        self,
-        name: str,
-        split: str,
-        classes: Sequence[str],
-        labels: np.ndarray,
-        images: np.ndarray,
-        *,
-        masks: np.ndarray | None = None,
-        fingerprint: str = "",
-        variant: str = "",
+        self, name: str, split: str, classes: Sequence[str], labels: np.ndarray, images: np.ndarray, *, variant: str = ""
     ) -> None:
         shape = images.shape
         if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(labels) or shape[3] not in (1, 3):
             raise ShapeError(
                 f"{name} {split}: images are {images.dtype} {shape}; they must be uint8 ({len(labels)}, h, w, 1 or 3)."
             )
-        if masks is not None and (masks.dtype != np.uint8 or masks.shape != shape[:3]):
-            raise ShapeError(f"{name} {split}: masks are {masks.dtype} {masks.shape}; they must be uint8 {shape[:3]}.")
-        if not fingerprint:
-            arrays = [np.asarray(labels, np.int64), images, *([] if masks is None else [masks])]
-            fingerprint = digest(*classes, str(shape), *arrays)
-        super().__init__(name, split, classes, labels, fingerprint=fingerprint, variant=variant)
-        self._images, self._masks = images, masks
+        mark = digest(*classes, str(shape), np.asarray(labels, np.int64), images)
+        super().__init__(name, split, classes, labels, fingerprint=mark, variant=variant)
+        self._images = images
 
     def read(self, index: int) -> np.ndarray:
         return self._images[index]
@@ -116,12 +107,9 @@ class ArraySet(ImageSet):
     def pixels(self) -> np.ndarray:
         return self._images
 
-    def masks(self, index: int) -> np.ndarray | None:
-        return None if self._masks is None else self._masks[index]
-
 
 class FileSet(ImageSet):
-    """Files `names` below `root`; `sizes` in bytes, and masks, files below `root` as well, where there are any.
+    """Files `names` below `root`; `sizes` in bytes. Masks, where there are any, are files below `root` as well; boxes (n, 4).
 
     Names are kept as one array of bytes: a million Python strings would be copied by every worker that counts references.
     """
@@ -137,11 +125,11 @@ class FileSet(ImageSet):
         sizes: Sequence[int],
         *,
         masks: Sequence[str] = (),
-        variant: str = "",
+        boxes: np.ndarray | None = None,
     ) -> None:
-        self.root, self._names, self._masks = root, _packed(names), _packed(masks)
-        mark = digest(*classes, *names, np.asarray(sizes, np.int64), np.asarray(labels, np.int64), *masks)
-        super().__init__(name, split, classes, labels, fingerprint=mark, variant=variant)
+        self.root, self._names, self._masks, self._boxes = root, _packed(names), _packed(masks), boxes
+        told = [np.asarray(sizes, np.int64), np.asarray(labels, np.int64), *masks, *([] if boxes is None else [boxes])]
+        super().__init__(name, split, classes, labels, fingerprint=digest(*classes, *names, *told))
 
     def source(self, index: int) -> Path:
         return self.root / os.fsdecode(bytes(self._names[index]))
@@ -156,7 +144,14 @@ class FileSet(ImageSet):
         if not len(self._masks):
             return None
         path = self.root / os.fsdecode(bytes(self._masks[index]))
-        return trimap(door.decode(path, visible(path), grey=True)[..., 0], visible(path))
+        mask = door.decode(path, visible(path), grey=True)[..., 0]
+        if mask.min() < 1 or mask.max() > 3:
+            values = f"{mask.min()}..{mask.max()}"
+            raise BadImageError(visible(path), f"a mask with values {values}; 1 pet, 2 background, 3 border")
+        return mask
+
+    def box(self, index: int) -> tuple[int, int, int, int] | None:
+        return None if self._boxes is None else tuple(self._boxes[index].tolist())
 
 
 class _Subset(ImageSet):
@@ -185,6 +180,9 @@ class _Subset(ImageSet):
 
     def masks(self, index: int) -> np.ndarray | None:
         return self._base.masks(int(self._indices[index]))
+
+    def box(self, index: int) -> tuple[int, int, int, int] | None:
+        return self._base.box(int(self._indices[index]))
 
 
 def subset(
@@ -258,13 +256,6 @@ def complete(image_set: ImageSet) -> ImageSet:
             f"{len(image_set.classes)} classes."
         )
     return image_set
-
-
-def trimap(mask: np.ndarray, where: str) -> np.ndarray:
-    """A mask of Pets: 1 pet, 2 background, 3 border."""
-    if mask.min() < 1 or mask.max() > 3:
-        raise BadImageError(where, f"a mask with values {mask.min()}..{mask.max()}; 1 pet, 2 background, 3 border")
-    return mask
 
 
 def digest(*parts: str | bytes | np.ndarray) -> str:

@@ -1,7 +1,7 @@
 """Image bytes: the right pixels or a BadImageError that says why, whatever the bytes are.
 
 Each is decoded in at most 2 s of the processor and 1 GiB above what the process had, in silence, and nothing is written,
-started or asked of the network. The 26 images of tests/test_images.py; seeded damage to every kind that is read, much of it
+started or asked of the network. The 26 images of test_images.py; seeded damage to every kind that is read, much of it
 with checksums and lengths made good again, so that it is the decoder that meets it; bombs, each decoded in a process of its
 own; and scans of folders that hold bad files.
 """
@@ -33,8 +33,8 @@ from dmst.data.images import FORMATS, MOST_ASPECT, MOST_BYTES, MOST_PIXELS, deco
 from dmst.data.scan import scan
 from dmst.errors import BadImageError
 from soak.case import Case
-from tests.test_images import BUILT, CMYK, JPEG, PICTURE, SEEDS, encoded, mutated, oriented, png, test_built
-from tests.test_scan import Counting, folder_of
+from tests.data.test_images import BUILT, CMYK, JPEG, PICTURE, SEEDS, encoded, mutated, oriented, png, test_built
+from tests.data.test_scan import Counting, folder_of
 
 TITLE = "Hostile images"
 SECONDS, BYTES = 2.0, 2**30

@@ -1,9 +1,9 @@
-"""How datasets lie on disk: one file a format.
+"""How datasets lie on disk: one reader per layout.
 
     Asked     what is wanted: name and split of the dataset, its class names (none where only the files know them)
-    Format    where below a data folder one such form would lie, and the function that reads it
+    Format    where below a data folder the layout would lie, and the function that reads it
 
-A form that is not there is passed over. One that is there and damaged, or there by half, is an error: never a skip.
+What is there and damaged is an error: it is never passed over.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def lines(path: Path) -> list[str]:
         raise BadFileError(f"{path} is not text: {error}.") from error
 
 
-def listed(root: Path, names: Sequence[str], told: Path) -> list[int]:
-    """The sizes in bytes of the files that a list names; a file that is not there is refused."""
+def sizes_of(root: Path, names: Sequence[str], told: Path) -> list[int]:
+    """The sizes in bytes of the files that the list `told` names; a file that is not there is refused."""
     sizes = []
     for name in names:
         try:

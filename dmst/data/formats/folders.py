@@ -1,4 +1,4 @@
-"""Class folders: every class a folder of images, labels in the sorted order of the names.
+"""Class folders: a folder of images per class, labels in the sorted order of the names.
 
     FOLDER/train/CLASS/*.jpg  and  FOLDER/test/CLASS/*.jpg      (or val, valid, validation in place of test)
     FOLDER/CLASS/*.jpg                                          all of it is the split train
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dmst.data.formats import SPLITS, Asked, Format
+from dmst.data.formats import SPLITS, Asked
 from dmst.data.sets import FileSet
 from dmst.errors import BadFileError, MissingSplitError
 from dmst.words import short
@@ -22,21 +22,10 @@ from dmst.words import short
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
-def form(folder: str) -> Format:
-    """Class folders below `folder`, which may also hold another form: it counts for test if a folder of that name is in it."""
-    test = tuple(f"{folder}/{name}" for name in SPLITS["test"])
-    return Format(
-        "class folders",
-        {"train": (folder,), "test": test},
-        lambda place, asked: read(place.parent if asked.split == "test" else place, asked),
-    )
-
-
 def read(place: Path, asked: Asked) -> FileSet:
-    """The split of the folder `place`. Its classes are those asked for, or those of train, where there is a train."""
+    """The split of the folder `place`. Its classes are those of train, where there is a train."""
     train, folder = place / "train", _split_folder(place, asked.split)
-    classes = asked.classes or tuple(class_folders(train if is_split(train) else folder))
-    return file_set(folder, asked._replace(classes=classes))
+    return file_set(folder, asked._replace(classes=tuple(class_folders(train if is_split(train) else folder))))
 
 
 def file_set(folder: Path, asked: Asked) -> FileSet:
@@ -82,7 +71,7 @@ def images_in(folder: Path) -> list[tuple[str, int]]:
                 for entry in entries
                 if entry.name.lower().endswith(ENDINGS) and not entry.name.startswith(".") and not entry.is_dir()
             )
-    except OSError as error:  # a link to a file that is gone is one: an image is never dropped unsaid
+    except OSError as error:  # such as a link to a file that is gone: no image is dropped in silence
         raise BadFileError(
             f"{error.filename or folder} cannot be read ({error.strerror or error}): check or remove it."
         ) from error
@@ -91,10 +80,9 @@ def images_in(folder: Path) -> list[tuple[str, int]]:
 def same_classes(where: Path, found: Iterable[str], wanted: Sequence[str]) -> None:
     """Refuse classes that are missing or unknown, by name."""
     found = set(found)
-    unknown, missing = sorted(found - set(wanted)), sorted(set(wanted) - found)
-    for word, names in (("misses the class", missing), ("has the unknown class", unknown)):
+    for word, names in (("misses the class", set(wanted) - found), ("has the unknown class", found - set(wanted))):
         if names:
-            told = ", ".join(map(short, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            told = ", ".join(map(short, sorted(names)[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise BadFileError(f"{where} {word} {told}: train and test must have the same {len(wanted)} classes.")
 
 

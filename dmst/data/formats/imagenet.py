@@ -26,7 +26,7 @@ SOLUTION, TRUTH = "LOC_val_solution.csv", "ILSVRC2012_validation_ground_truth.tx
 WORDNET_ID = re.compile(r"n\d{8}")
 
 
-def form() -> Format:
+def imagenet() -> Format:
     below = {"train": "train", "test": "val"}
     return Format("train/ and val/", {s: tuple(f"{p}/{name}".lstrip("/") for p in PLACES) for s, name in below.items()}, read)
 

@@ -1,4 +1,4 @@
-"""WebDataset shards: tar files in which neighbours with one key are one sample. Read in place, at random, without unpacking.
+"""WebDataset shards: tar files in which members with one key are one sample. Read in place, at random, without unpacking.
 
     FOLDER/train-000000.tar, FOLDER/birds-test-0.tar, ...      the split is a word of the name (or val, valid, validation), or
     FOLDER/train/*.tar, FOLDER/test/*.tar                      of the folder, or
@@ -26,14 +26,6 @@ from dmst.errors import BadFileError, MissingSplitError
 
 IMAGES = tuple(ending[1:] for ending in folders.ENDINGS)
 MOST_LABEL = 1 << 20
-
-
-class _Sample(NamedTuple):
-    key: str
-    shard: int
-    offset: int
-    size: int
-    label: int
 
 
 class _Index(NamedTuple):
@@ -104,58 +96,53 @@ def _shards(folder: Path, split: str) -> list[Path]:
 
 
 def _indexed(shards: list[Path]) -> _Index:
-    keys, numbers = [], []
+    keys: list[bytes] = []
+    numbers: list[tuple[int, int, int, int]] = []
     for number, shard in enumerate(shards):
         try:
-            samples = _samples(shard, number)
+            for key, (image, label) in _samples(shard).items():
+                if image is None or label is None:
+                    what = "image" if image is None else 'label (.cls, or .json with "label")'
+                    raise BadFileError(f"{shard}: {key} has no {what} beside it. Make the shard again.")
+                keys.append(os.fsencode(key))
+                numbers.append((number, *image, label))
         except (tarfile.TarError, OSError, EOFError) as error:
             raise BadFileError(f"{shard} is not a sound tar file ({error}): make or copy it again.") from error
-        keys.append(np.array([os.fsencode(sample.key) for sample in samples], dtype=np.bytes_))
-        numbers.append(np.array([sample[1:] for sample in samples], np.int64).reshape(-1, 4))
-    return _Index(np.concatenate(keys), np.concatenate(numbers))
+    return _Index(np.array(keys, dtype=np.bytes_), np.array(numbers, np.int64).reshape(-1, 4))
 
 
-def _samples(shard: Path, number: int) -> list[_Sample]:
-    samples: list[_Sample] = []
-    key, image, label = "", None, None
+def _samples(shard: Path) -> dict[str, tuple[tuple[int, int] | None, int | None]]:
+    """By key, where its image begins and how long it is, and its label."""
+    found: dict[str, tuple[tuple[int, int] | None, int | None]] = {}
     with tarfile.open(shard, "r:") as tar:
         for member in tar:
             path = PurePosixPath(member.name)
             stem, _, ending = path.name.partition(".")
             if not member.isreg() or member.issparse() or not stem:
                 continue
-            if (mine := str(path.with_name(stem))) != key:
-                samples += _sample(shard, number, key, image, label)
-                key, image, label = mine, None, None
+            key = str(path.with_name(stem))
+            image, label = found.get(key, (None, None))
             if ending.lower() in IMAGES:
+                if image is not None:
+                    raise BadFileError(f"{shard}: {key} has two images. Make the shard again.")
                 image = member.offset_data, member.size
             elif ending == "cls" or (ending == "json" and label is None):
                 file = tar.extractfile(member)
                 label = _label(shard, member.name, file.read(MOST_LABEL) if file else b"")
+            found[key] = image, label
         end = tar.offset
     with shard.open("rb") as file:  # tarfile takes a damaged header for the end
         file.seek(end)
         if file.read(512) != bytes(512):
             raise BadFileError(f"{shard} is cut or damaged at byte {end:,}: what follows is no tar. Make or copy it again.")
-    return samples + _sample(shard, number, key, image, label)
-
-
-def _sample(shard: Path, number: int, key: str, image: tuple[int, int] | None, label: int | None) -> list[_Sample]:
-    if not key:
-        return []
-    if image is None or label is None:
-        what = "image" if image is None else 'label (.cls, or .json with "label")'
-        raise BadFileError(f"{shard}: {key} has no {what} beside it. Make the shard again.")
-    return [_Sample(key, number, *image, label)]
+    return found
 
 
 def _label(shard: Path, name: str, raw: bytes) -> int | None:
     try:
         told = int(raw) if name.endswith(".cls") else json.loads(raw).get("label")
-        if told is None:
-            return None
-        if type(told) is not int or not -(1 << 31) < told < 1 << 31:
-            raise ValueError(f"{told!r}")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise BadFileError(f"{shard}: {name} is not a label, a whole number ({error}).") from error
-    return told
+        if told is None or (type(told) is int and abs(told) < 1 << 31):
+            return told
+    except (ValueError, AttributeError, RecursionError):
+        pass
+    raise BadFileError(f"{shard}: {name} is not a label, a whole number.")

@@ -1,72 +1,26 @@
-"""The forms in which datasets lie on disk, each on tiny files made in that form: exact when whole, refused by name when not."""
+"""Layouts of datasets on disk, each on tiny files made for it: exact when complete, refused by name when not."""
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import os
 import pickle
 import sys
-import tarfile
-import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from dmst.data.catalog import CIFAR10, CIFAR100, DIGITS, PETS
-from dmst.data.formats import (
-    Asked,
-    cifar,
-    contents,
-    digits,
-    folders,
-    food,
-    huggingface,
-    imagenet,
-    pets,
-    shards,
-    sheets,
-    svhn,
-)
-from dmst.data.formats.sheets import Pack
+from dmst.data.formats import Asked, arrays, folders, huggingface, imagenet, lists, shards
 from dmst.data.sets import ImageSet
 from dmst.errors import BadFileError, BadImageError, MissingExtraError
+from tests.layouts import encoded, noise, put, records, sample, tar
 
-TEN = Asked("cifar10", "train", CIFAR10)
-HUNDRED = Asked("cifar100", "train", CIFAR100)
-
-
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
-
-
-def encoded(image: np.ndarray, kind: str = "PNG") -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(image).save(out, kind)
-    return out.getvalue()
-
-
-def put(path: Path, data: bytes | str | np.ndarray) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    raw = encoded(data) if isinstance(data, np.ndarray) else data.encode() if isinstance(data, str) else data
-    path.write_bytes(raw)
-    return path
-
-
-def tar(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, mode) as out:  # type: ignore[call-overload]
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            out.addfile(info, io.BytesIO(data))
-    return path
+NAMES = ("cat", "dog", "eel")
+BEASTS = noise(11, 5, 5, 3)
+KINDS = [k % 3 for k in range(11)]
 
 
 def same(found: ImageSet, images: np.ndarray, labels: list[int]) -> None:
@@ -77,101 +31,49 @@ def same(found: ImageSet, images: np.ndarray, labels: list[int]) -> None:
     assert pixels is None or (np.array_equal(pixels, images) and pixels.flags.writeable and pixels.flags.c_contiguous)
 
 
-# --- CIFAR -----------------------------------------------------------------------------------------------------------
+# --- CIFAR, SVHN, digits ---------------------------------------------------------------------------------------------
 
 
-def planes(images: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(images.transpose(0, 3, 1, 2)).reshape(len(images), 3072)
+def cifar10(folder: Path, changed: dict[int, bytes] | None = None) -> tuple[np.ndarray, list[int]]:
+    """Five batches of three; those of `changed` with other bytes."""
+    images, labels = noise(15, 32, 32, 3), [k % 10 for k in range(3, 18)]
+    for k in range(5):
+        part = slice(3 * k, 3 * k + 3)
+        put(folder / f"data_batch_{k + 1}.bin", (changed or {}).get(k + 1, records(labels[part], images[part])))
+    return images, labels
 
 
-def binary(labels: list[int], data: np.ndarray, *, coarse: bool = False) -> bytes:
-    return b"".join(
-        (b"\x07" if coarse else b"") + bytes([label]) + row.tobytes() for label, row in zip(labels, data, strict=True)
-    )
+def read_cifar10(folder: Path, split: str = "train") -> ImageSet:
+    return arrays.read_cifar(folder, Asked("cifar10", split, CIFAR10), kind="cifar-10-batches-bin")
 
 
-TRAIN = [(noise(3, 32, 32, 3, seed=k), [k, 9 - k, 3]) for k in range(5)]  # five batches of three
-IMAGES = np.concatenate([images for images, _ in TRAIN])
-LABELS = [label for _, labels in TRAIN for label in labels]
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["folder", "archive"])
-def test_cifar10(packed: bool, tmp_path: Path) -> None:
-    folder = "cifar-10-batches-bin"
-    files = {f"data_batch_{k + 1}.bin": binary(labels, planes(images)) for k, (images, labels) in enumerate(TRAIN)}
-    files["test_batch.bin"] = binary([5, 7], planes(noise(2, 32, 32, 3, seed=9)))
-    if packed:  # in another order than the batches', with a name that would leave the folder
-        place = tar(tmp_path / "x.tar.gz", {f"../{folder}/{name}": files[name] for name in sorted(files, reverse=True)}, "w:gz")
-    else:
-        place = tmp_path / folder
-        for name, raw in files.items():
-            put(place / name, raw)
-    found = cifar.read(place, TEN, kind=folder)
-    same(found, IMAGES, LABELS)
+def test_cifar10(tmp_path: Path) -> None:
+    images, labels = cifar10(tmp_path)
+    found = read_cifar10(tmp_path)
+    same(found, images, labels)
     assert (found.name, found.split, found.variant, found.classes) == ("cifar10", "train", "", CIFAR10)
-    same(cifar.read(place, TEN._replace(split="test"), kind=folder), noise(2, 32, 32, 3, seed=9), [5, 7])
+    put(tmp_path / "test_batch.bin", records([5, 7], images[:2]))
+    same(read_cifar10(tmp_path, "test"), images[:2], [5, 7])
 
 
 def test_cifar100_takes_the_fine_labels(tmp_path: Path) -> None:
     images, labels = noise(4, 32, 32, 3), [99, 0, 42, 17]
-    put(tmp_path / "bin" / "train.bin", binary(labels, planes(images), coarse=True))
-    same(cifar.read(tmp_path / "bin", HUNDRED, kind="cifar-100-binary"), images, labels)
+    put(tmp_path / "train.bin", records(labels, images, coarse=True))
+    same(arrays.read_cifar(tmp_path, Asked("cifar100", "train", CIFAR100), kind="cifar-100-binary"), images, labels)
 
 
-def cifar_folder(folder: Path, **changed: bytes) -> tuple[Path, str]:
-    for k, (images, labels) in enumerate(TRAIN):
-        put(folder / f"data_batch_{k + 1}.bin", changed.get(f"batch_{k + 1}", binary(labels, planes(images))))
-    return folder, "cifar-10-batches-bin"
-
-
-@pytest.mark.parametrize(
-    ("raw", "told"),
-    [
+def test_bad_batches_are_refused(tmp_path: Path) -> None:
+    for raw, told in (
         (b"", "whole records of 3073"),
-        (bytes(3072), "data_batch_2.bin has 3,072 bytes"),
-        (
-            binary([3, 10], planes(noise(2, 32, 32, 3))),
-            "image 4: its label is 10, and the labels of cifar10 go from 0 to 9",
-        ),
-    ],
-)
-def test_bad_batches_are_refused(raw: bytes, told: str, tmp_path: Path) -> None:
-    folder, kind = cifar_folder(tmp_path, batch_2=raw)
-    with pytest.raises(BadFileError, match=told):
-        cifar.read(folder, TEN, kind=kind)
-
-
-def test_a_missing_batch_is_named(tmp_path: Path) -> None:
-    folder, kind = cifar_folder(tmp_path / "folder")
-    (folder / "data_batch_3.bin").unlink()
+        (bytes(3072), r"data_batch_2\.bin has 3,072 bytes"),
+        (records([3, 10], noise(2, 32, 32, 3)), "image 4: its label is 10, and the labels of cifar10 go from 0 to 9"),
+    ):
+        cifar10(tmp_path, {2: raw})
+        with pytest.raises(BadFileError, match=told):
+            read_cifar10(tmp_path)
+    (tmp_path / "data_batch_3.bin").unlink()
     with pytest.raises(BadFileError, match=r"misses data_batch_3\.bin"):
-        cifar.read(folder, TEN, kind=kind)
-    archive = tar(tmp_path / "x.tar.gz", {"a/data_batch_1.bin": binary([1], planes(noise(1, 32, 32, 3)))}, "w:gz")
-    with pytest.raises(BadFileError, match=r"misses data_batch_2\.bin, data_batch_3\.bin, data_batch_4"):
-        cifar.read(archive, TEN, kind=kind)
-
-
-def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
-    files = {f"data_batch_{k}.bin": binary([1], planes(noise(1, 32, 32, 3, seed=k))) for k in range(1, 6)}
-    raw = tar(tmp_path / "x.tar.gz", files, "w:gz").read_bytes()
-    turned = bytearray(raw)
-    turned[len(raw) // 2] ^= 0xFF
-    squeeze = zlib.compressobj(wbits=31)
-    long = tar(tmp_path / "x.tar", {"data_batch_1.bin": bytes(600_000)}).read_bytes()
-    no_deflate = squeeze.compress(long[:400_000]) + squeeze.flush(zlib.Z_FULL_FLUSH) + b"\x07" * 99  # inside the batch
-    for damaged in (raw[: len(raw) // 2], raw[:5], b"", b"plain", bytes(turned), no_deflate):
-        with pytest.raises(BadFileError):
-            cifar.read(put(tmp_path / "x.tar.gz", damaged), TEN, kind="cifar-10-batches-bin")
-
-
-def test_a_file_is_not_read_beyond_its_bound(tmp_path: Path) -> None:
-    path = put(tmp_path / "list.txt", "11 letters.")
-    assert contents(path, 11) == b"11 letters."
-    with pytest.raises(BadFileError, match=r"list\.txt is larger than 10 bytes"):
-        contents(path, 10)
-
-
-# --- SVHN, digits ----------------------------------------------------------------------------------------------------
+        read_cifar10(tmp_path)
 
 
 def test_svhn_writes_0_as_10(tmp_path: Path) -> None:
@@ -183,7 +85,7 @@ def test_svhn_writes_0_as_10(tmp_path: Path) -> None:
             {"X": images.transpose(1, 2, 3, 0), "y": np.uint8([[10], [1], [9], [10], [3]])},
             do_compression=compressed,
         )
-        same(svhn.read(tmp_path / "a.mat", Asked("svhn", "train", DIGITS)), images, [0, 1, 9, 0, 3])
+        same(arrays.read_svhn(tmp_path / "a.mat", Asked("svhn", "train", DIGITS)), images, [0, 1, 9, 0, 3])
 
 
 def test_bad_svhn_is_refused(tmp_path: Path) -> None:
@@ -191,27 +93,24 @@ def test_bad_svhn_is_refused(tmp_path: Path) -> None:
     pixels, path = noise(32, 32, 3, 2), tmp_path / "train_32x32.mat"
     cases: list[tuple[dict[str, Any], str]] = [
         ({"X": pixels, "y": np.uint8([[1], [0]])}, "image 1: y is 0; the official files write 1 to 10"),
-        ({"X": pixels, "y": np.uint8([[11], [1]])}, "image 0: y is 11"),
         ({"X": pixels, "y": np.uint8([[1]])}, r"X is uint8 \(32, 32, 3, 2\)"),
-        ({"X": pixels.astype(np.int16), "y": np.uint8([[1], [2]])}, "X is int16"),
         ({"X": pixels, "y": np.float64([[1.5], [2]])}, "y float64"),
         ({"X": pixels}, "not an SVHN file"),
-        ({"X": pixels[..., :0], "y": np.zeros((0, 1), np.uint8)}, "empty"),
     ]
     for content, told in cases:
         save(path, content)
         with pytest.raises(BadFileError, match=told):
-            svhn.read(path, Asked("svhn", "train", DIGITS))
+            arrays.read_svhn(path, Asked("svhn", "train", DIGITS))
     for raw in (b"", b"MATLAB 5.0 MAT-file" + bytes(200), path.read_bytes()[:150]):
         with pytest.raises(BadFileError, match=r"train_32x32\.mat is not an SVHN file"):
-            svhn.read(put(path, raw), Asked("svhn", "train", DIGITS))
+            arrays.read_svhn(put(path, raw), Asked("svhn", "train", DIGITS))
 
 
 def test_digits_are_scikit_learn_s() -> None:
     bunch = pytest.importorskip("sklearn.datasets", reason="scikit-learn is absent: pip install 'dmst[data]'").load_digits()
     held_out = np.arange(len(bunch.images)) % 5 == 4
     for split, mine in (("train", ~held_out), ("test", held_out)):
-        found = digits.read(Asked("digits", split, DIGITS))
+        found = arrays.read_digits(Asked("digits", split, DIGITS))
         assert found.labels.tolist() == bunch.target[mine].tolist()
         assert found.pixels().shape == (mine.sum(), 8, 8, 1)
         assert abs(found.pixels()[..., 0] * (16 / 255) - bunch.images[mine]).max() <= 8 / 255 + 1e-9
@@ -262,13 +161,6 @@ def test_a_folder_with_a_test_split_alone(tmp_path: Path) -> None:
         folders.read(tmp_path, Asked("things", "train"))
 
 
-def test_the_order_of_the_classes_can_be_given(tmp_path: Path) -> None:
-    for name in ("Beagle", "abyssinian"):
-        put(tmp_path / name / "1.png", noise(3, 5, 3))
-    found = folders.read(tmp_path, Asked("pets", "train", ("abyssinian", "Beagle")))
-    assert [Path(found.where(i)).parent.name for i in range(2)] == ["abyssinian", "Beagle"]
-
-
 @pytest.mark.parametrize(
     ("change", "split", "told"),
     [
@@ -279,9 +171,7 @@ def test_the_order_of_the_classes_can_be_given(tmp_path: Path) -> None:
             "misses the class b",
         ),
         (lambda root: (root / "train/b/1.png").rename(root / "train/b/1.txt"), "train", r"b has no images: .* end in \.jpg"),
-        (lambda root: (root / "test/b/1.png").unlink(), "test", "test/b has no image"),
         (lambda root: (root / "test").rename(root / "exam"), "test", "has no split 'test'"),
-        (lambda root: (root / "train").rename(root / "learn"), "train", "has no split 'train'"),
         (lambda root: (root / "train/b/2.png").symlink_to(root / "gone.png"), "train", r"2\.png cannot be read"),
     ],
 )
@@ -351,21 +241,18 @@ def pets_folder(root: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 def test_pets(tmp_path: Path) -> None:
     images, masks = pets_folder(tmp_path)
-    found = pets.read(tmp_path / "annotations", Asked("pets", "train", PETS))
+    found = lists.read_pets(tmp_path / "annotations", Asked("pets", "train", PETS))
     same(found, images, [32, 4, 0])  # type: ignore[arg-type]
     assert all(np.array_equal(found.masks(i), masks[i]) for i in range(3))  # type: ignore[arg-type]
     assert [found.classes[k] for k in found.labels] == ["Siamese", "beagle", "Abyssinian"]
-    assert pets.read(tmp_path / "annotations", Asked("pets", "test", PETS)).labels.tolist() == [4]
+    assert lists.read_pets(tmp_path / "annotations", Asked("pets", "test", PETS)).labels.tolist() == [4]
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         (lambda root: put(root / "annotations/trainval.txt", "beagle_2 38 2 4\n"), "class ids 1 to 37"),
-        (lambda root: put(root / "annotations/trainval.txt", "beagle_2 0 2 4\n"), "'beagle_2 0 2 4' is not NAME"),
-        (lambda root: put(root / "annotations/trainval.txt", "beagle_2 5\n"), "is not NAME CLASS-ID"),
         (lambda root: put(root / "annotations/trainval.txt", "../beagle_2 5 2 4\n"), "is not NAME CLASS-ID"),
-        (lambda root: put(root / "annotations/trainval.txt", "# nothing\n"), "pets train is empty"),
         (lambda root: put(root / "annotations/trainval.txt", b"\xff\xfe\x00"), "is not text"),
         (lambda root: (root / "annotations/trainval.txt").unlink(), r"trainval\.txt cannot be read"),
         (lambda root: (root / "images/beagle_2.jpg").unlink(), r"beagle_2\.jpg is not there, and .*trainval\.txt lists it"),
@@ -376,14 +263,14 @@ def test_bad_pets_are_refused(change: Callable[[Path], Any], told: str, tmp_path
     pets_folder(tmp_path)
     change(tmp_path)
     with pytest.raises(BadFileError, match=told):
-        pets.read(tmp_path / "annotations", Asked("pets", "train", PETS))
+        lists.read_pets(tmp_path / "annotations", Asked("pets", "train", PETS))
 
 
 def test_a_mask_with_other_values_is_refused(tmp_path: Path) -> None:
     pets_folder(tmp_path)
     put(tmp_path / "annotations/trimaps/beagle_2.png", np.full((6, 6), 4, np.uint8))
     with pytest.raises(BadImageError, match=r"beagle_2\.png: a mask with values 4\.\.4"):
-        pets.read(tmp_path / "annotations", Asked("pets", "train", PETS)).masks(1)
+        lists.read_pets(tmp_path / "annotations", Asked("pets", "train", PETS)).masks(1)
 
 
 def test_food(tmp_path: Path) -> None:
@@ -394,8 +281,8 @@ def test_food(tmp_path: Path) -> None:
         put(tmp_path / f"meta/{split}.txt", "\n".join(listed))
     for name, image in images.items():
         put(tmp_path / f"images/{name}.jpg", image)
-    same(food.read(tmp_path / "meta", Asked("food101", "train")), [images[x] for x in names["train"]], [1, 0, 1])  # type: ignore[arg-type]
-    same(food.read(tmp_path / "meta", Asked("food101", "test")), [images[x] for x in names["test"]], [0, 1])  # type: ignore[arg-type]
+    same(lists.read_food(tmp_path / "meta", Asked("food101", "train")), [images[x] for x in names["train"]], [1, 0, 1])  # type: ignore[arg-type]
+    same(lists.read_food(tmp_path / "meta", Asked("food101", "test")), [images[x] for x in names["test"]], [0, 1])  # type: ignore[arg-type]
     for line, told in (
         ("soup/1", "'soup/1' is not CLASS/NUMBER"),
         ("sushi", "not CLASS/NUMBER"),
@@ -403,10 +290,42 @@ def test_food(tmp_path: Path) -> None:
     ):
         put(tmp_path / "meta/train.txt", f"{line}\n")
         with pytest.raises(BadFileError, match=told):
-            food.read(tmp_path / "meta", Asked("food101", "train"))
+            lists.read_food(tmp_path / "meta", Asked("food101", "train"))
 
 
 IDS = ("n01440764", "n02084071", "n03995372")
+
+
+def tiny_folder(root: Path) -> list[np.ndarray]:
+    """Two classes that share a word and one that does not; wnids.txt in another order than sorted, as the official one is."""
+    put(root / "wnids.txt", f"{IDS[2]}\n{IDS[0]}\n{IDS[1]}\n")
+    put(root / "words.txt", f"n00001740\tentity\n{IDS[0]}\tpole, stick\n{IDS[1]}\tdog, hound\n{IDS[2]}\tpole\n")
+    images = [noise(4, 6, 3, seed=k) for k in range(5)]
+    for k, name in enumerate(IDS):
+        put(root / f"train/{name}/images/{name}_0.JPEG", images[k])
+        put(root / f"train/{name}/{name}_boxes.txt", f"{name}_0.JPEG\t{k}\t1\t4\t3\n")
+    for k in (3, 4):
+        put(root / f"val/images/val_{k}.JPEG", images[k])
+    put(root / "val/val_annotations.txt", f"val_3.JPEG\t{IDS[1]}\t0\t0\t5\t3\nval_4.JPEG\t{IDS[0]}\t2\t1\t3\t2\n")
+    return images
+
+
+def test_tiny_imagenet(tmp_path: Path) -> None:
+    images = tiny_folder(tmp_path)
+    train, val = (lists.read_tiny_imagenet(tmp_path, Asked("tinyimagenet", split)) for split in ("train", "test"))
+    same(train, images[:3], [0, 1, 2])  # type: ignore[arg-type]
+    same(val, images[3:], [1, 0])  # type: ignore[arg-type]
+    assert train.classes == val.classes == (f"pole ({IDS[0]})", "dog", f"pole ({IDS[2]})")
+    assert [train.box(i) for i in range(3)] == [(k, 1, 4, 3) for k in range(3)] and val.box(1) == (2, 1, 3, 2)
+    assert folders.read(tmp_path / "train" / IDS[0], Asked("x", "train")).box(0) is None
+    for file, text, told in (
+        (f"train/{IDS[1]}/{IDS[1]}_boxes.txt", "a.JPEG\t1\t2\t3\n", "is not a name and a box"),
+        (f"train/{IDS[1]}/{IDS[1]}_boxes.txt", "a.JPEG\t1\t2\t3\t4\n", r"a\.JPEG is not there"),
+        ("val/val_annotations.txt", "val_3.JPEG\tn99999999\t0\t0\t5\t3\n", "'n99999999', which is not in wnids.txt"),
+    ):
+        put(tmp_path / file, text)
+        with pytest.raises(BadFileError, match=told):
+            lists.read_tiny_imagenet(tmp_path, Asked("tinyimagenet", "test" if "val" in file else "train"))
 
 
 def imagenet_folder(root: Path, flat: bool) -> list[np.ndarray]:
@@ -487,163 +406,7 @@ def test_imagenet_flat_with_the_development_kit(with_train: bool, tmp_path: Path
         imagenet.read(tmp_path / "val", Asked("imagenet", "test"))
 
 
-# --- packed sheets ---------------------------------------------------------------------------------------------------
-
-SIDE, COLUMNS, ROWS = 5, 3, 2
-NAMES = ("cat", "dog", "eel")
-
-
-def npy(array: np.ndarray) -> bytes:
-    out = io.BytesIO()
-    np.save(out, array, allow_pickle=True)
-    return out.getvalue()
-
-
-def cells(images: np.ndarray, pad: int = 0) -> list[bytes]:
-    """Contact sheets of COLUMNS x ROWS; the last row is padded, the last sheet lower."""
-    each, out = COLUMNS * ROWS, []
-    for start in range(0, len(images), each):
-        part = images[start : start + each]
-        rows = -(-len(part) // COLUMNS)
-        full = np.full((rows * COLUMNS, *images.shape[1:]), pad, np.uint8)
-        full[: len(part)] = part
-        grid = full.reshape(rows, COLUMNS, *images.shape[1:]).swapaxes(1, 2)
-        out.append(encoded(grid.reshape(rows * SIDE, COLUMNS * SIDE, *images.shape[3:])))
-    return out
-
-
-def packed(
-    path: Path, images: np.ndarray, labels: list[int], masks: np.ndarray | None = None, blob: bool = False, **changed: Any
-) -> Pack:
-    """A zip of this format; `changed` overrides members (with a dot in the name) and words of info.json."""
-    info = {"dataset": "beasts", "split": "train", "classes": list(NAMES), "count": len(images), "size": SIDE, "cols": COLUMNS}
-    info |= {key: value for key, value in changed.items() if "." not in key}
-    members = {"info.json": json.dumps(info).encode(), "labels.npy": npy(np.uint8(labels))}
-    if blob:
-        single = [encoded(image) for image in images]
-        members["images.bin"] = b"".join(single)
-        members["offsets.npy"] = npy(np.cumsum([0, *map(len, single)]).astype(np.uint32))
-    else:
-        members |= {f"images/{k:03}.png": raw for k, raw in enumerate(cells(images))}
-    if masks is not None:
-        members |= {f"masks/{k:03}.png": raw for k, raw in enumerate(cells(masks))}
-    members |= {key: value for key, value in changed.items() if "." in key}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out:
-        for name, raw in members.items():
-            if raw is not None:
-                out.writestr(name, raw)
-    return Pack({path.name: hashlib.sha256(path.read_bytes()).hexdigest()}, "tiny")
-
-
-def unpacked(path: Path, *packs: Pack, classes: tuple[str, ...] = NAMES) -> ImageSet:
-    pack = Pack({name: sha for one in packs for name, sha in one.files.items()}, "tiny")
-    return sheets.read(path, Asked("beasts", "train", classes), packs={"train": pack})
-
-
-BEASTS, KINDS = noise(11, SIDE, SIDE, 3), [2, 0, 1, 1, 0, 2, 2, 1, 0, 0, 1]
-
-
-@pytest.mark.parametrize("blob", [False, True], ids=["sheets", "blob"])
-def test_packed_sheets(blob: bool, tmp_path: Path) -> None:
-    masks = noise(11, SIDE, SIDE) % 3 + 1
-    path = tmp_path / "a.zip"
-    found = unpacked(path, packed(path, BEASTS, KINDS, masks, blob))
-    same(found, BEASTS, KINDS)
-    assert all(np.array_equal(found.masks(i), masks[i]) for i in range(11))  # type: ignore[arg-type]
-    assert (found.variant, found.classes, str(found)) == ("tiny", NAMES, "beasts train (tiny)")
-    assert unpacked(path, packed(path, BEASTS, KINDS), classes=()).classes == NAMES
-
-
-def test_two_halves(tmp_path: Path) -> None:
-    first = packed(tmp_path / "1of2.zip", BEASTS[:7], KINDS[:7])
-    second = packed(tmp_path / "2of2.zip", BEASTS[7:], KINDS[7:])
-    same(unpacked(tmp_path / "1of2.zip", first, second), BEASTS, KINDS)
-    same(unpacked(tmp_path / "2of2.zip", first, second), BEASTS, KINDS)  # whichever was found first
-    (tmp_path / "2of2.zip").unlink()
-    with pytest.raises(BadFileError, match=r"1of2\.zip is in .* without 2of2\.zip"):
-        unpacked(tmp_path / "1of2.zip", first, second)
-    other = packed(tmp_path / "2of2.zip", noise(2, SIDE, SIDE, 3), [0, 1], classes=["x", "y", "z"])
-    with pytest.raises(BadFileError, match="not halves of one split"):
-        unpacked(tmp_path / "1of2.zip", first, other, classes=())
-
-
-def test_another_sha256_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.zip"
-    pack = packed(path, BEASTS, KINDS)
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
-    with pytest.raises(BadFileError, match=r"a\.zip is damaged or another file: its sha256 is [0-9a-f]{64}, not"):
-        unpacked(path, pack)
-
-
-OFFSETS = np.cumsum([0, *(len(encoded(image)) for image in BEASTS)])
-
-
-@pytest.mark.parametrize(
-    ("blob", "changed", "told"),
-    [
-        (False, {"count": 12}, r"labels\.npy is uint8 \(11,\), and info\.json says 12"),
-        (False, {"count": 16, "labels.npy": npy(np.zeros(16, np.uint8))}, "images/ holds 12 cells, .* 16 images"),
-        (False, {"count": -1}, "whole numbers above 0"),
-        (False, {"count": 1 << 23, "size": 300, "labels.npy": npy(np.zeros(1 << 23, np.uint8))}, "more than fits"),
-        (False, {"size": 5.0}, "whole numbers above 0"),
-        (False, {"size": 4}, "not 3 cells of 4 across"),
-        (False, {"cols": 4}, "not 4 cells of 5 across"),
-        (False, {"classes": ["cat", "dog", "cow"]}, "its classes are not those of beasts"),
-        (False, {"classes": "cat"}, "not a list of names"),
-        (False, {"labels.npy": npy(np.uint8([3] * 11))}, "image 0: its label is 3, and the labels of beasts go from 0 to 2"),
-        (False, {"labels.npy": npy(np.float32([1] * 11))}, "float32"),
-        (False, {"labels.npy": npy(np.array([len] * 11, object))}, "not a packed split: Object arrays"),
-        (False, {"labels.npy": b"\x93NUMPY"}, "not a packed split"),
-        (False, {"info.json": b"[]"}, "not a packed split"),
-        (False, {"info.json": b"{}"}, "no 'count'"),
-        (False, {"info.json": b"[" * 100_000}, "not a packed split"),
-        (False, {"labels.npy": None}, r"labels\.npy"),
-        (True, {"images.bin": None}, r"images\.bin"),
-        (True, {"offsets.npy": npy(OFFSETS[:-1])}, r"does not cut images\.bin"),
-        (True, {"offsets.npy": npy(np.r_[OFFSETS[:-1], OFFSETS[-1] + 1])}, r"does not cut images\.bin"),
-        (True, {"offsets.npy": npy(np.r_[0, 1 << 31, OFFSETS[2:]])}, r"does not cut images\.bin"),
-        (True, {"size": 4}, "image 0 is 5 x 5: info.json says 4 x 4"),
-    ],
-)
-def test_bad_packs_are_refused(blob: bool, changed: dict[str, Any], told: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.zip"
-    pack = packed(path, BEASTS, KINDS, blob=blob, **changed)
-    with pytest.raises(BadFileError, match=told):
-        unpacked(path, pack)
-
-
-def test_bad_pictures_in_packs_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.zip"
-    for changed, told in (
-        ({"images/000.png": b"broken"}, r"a\.zip, images/000\.png"),
-        ({"images/001.png": encoded(noise(7, 15, 3))}, "cut through one"),
-        ({"masks/000.png": encoded(np.zeros((20, 15), np.uint8))}, r"masks/: a mask with values 0\.\.0"),
-    ):
-        pack = packed(path, BEASTS, KINDS, **changed)
-        with pytest.raises((BadImageError, BadFileError), match=told):
-            unpacked(path, pack)
-    path.write_bytes(b"PK not a zip")
-    with pytest.raises(BadFileError, match="not a packed split"):
-        unpacked(path, Pack({"a.zip": hashlib.sha256(path.read_bytes()).hexdigest()}))
-
-
-def test_a_zip_bomb_is_refused_by_the_size_it_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.zip"
-    pack = packed(path, BEASTS, KINDS, **{"labels.npy": bytes(1 << 20)})
-    assert path.stat().st_size < 1 << 14
-    monkeypatch.setattr(sheets, "MOST_BYTES", 1 << 14)
-    with pytest.raises(BadFileError, match="said to have 1,048,576 bytes"):
-        unpacked(path, pack)
-
-
 # --- WebDataset shards -----------------------------------------------------------------------------------------------
-
-
-def sample(key: str, image: np.ndarray, label: int | bytes | None, ending: str = "png") -> dict[str, bytes]:
-    told = {} if label is None else {f"{key}.json": label} if isinstance(label, bytes) else {f"{key}.cls": str(label).encode()}
-    return {f"{key}.{ending}": encoded(image), **told}
 
 
 def shard_folder(root: Path) -> np.ndarray:
@@ -709,13 +472,9 @@ def test_shards_are_in_the_order_of_their_names(tmp_path: Path) -> None:
     [
         (sample("a", BEASTS[0], None), r"x\.tar: a has no label"),
         ({"a.cls": b"1"}, r"x\.tar: a has no image"),
-        ({"a.cls": b"1"} | sample("b", BEASTS[0], 1) | {"a.png": b""}, "a has no image"),  # not neighbours
-        (sample("a", BEASTS[0], b'{"caption": 1}'), "a has no label"),
-        (sample("a", BEASTS[0], b"[1]"), r"a\.json is not a label"),
+        (sample("a", BEASTS[0], 1) | {"a.jpg": b""}, "a has two images"),
         (sample("a", BEASTS[0], b'{"label": true}'), r"a\.json is not a label"),
-        (sample("a", BEASTS[0], b'{"label": 1e3}'), r"a\.json is not a label"),
         (sample("a", BEASTS[0], None) | {"a.cls": b"one"}, r"a\.cls is not a label"),
-        (sample("a", BEASTS[0], -1), "a: its label is -1"),
         (sample("a", BEASTS[0], 3), "a: its label is 3, and the labels of beasts go from 0 to 2"),
         ({"readme": b""}, "readme has no image"),
         ({}, "beasts train is empty"),
@@ -843,8 +602,8 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     put(tmp_path / "state.json", "{}")
     for read in (
         lambda: huggingface.read(tmp_path, Asked("x", "train")),
-        lambda: svhn.read(tmp_path / "state.json", Asked("svhn", "train", DIGITS)),
-        lambda: digits.read(Asked("digits", "train", DIGITS)),
+        lambda: arrays.read_svhn(tmp_path / "state.json", Asked("svhn", "train", DIGITS)),
+        lambda: arrays.read_digits(Asked("digits", "train", DIGITS)),
     ):
         with pytest.raises(MissingExtraError, match=r"dmst\[(data|demo)\]"):
             read()

@@ -22,7 +22,7 @@ from dmst.data.augment import Augment
 from dmst.data.loader import Batch, EvalStream, Shard, TrainStream, View
 from dmst.data.sets import ArraySet, ImageSet
 from dmst.errors import BadImageError, DmstError, MissingExtraError, OptionError
-from tests.test_augment import auto_augment
+from tests.data.test_augment import auto_augment
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # from Python 3.12 on
 

@@ -7,29 +7,24 @@ import inspect
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from typer.testing import CliRunner
 
 from dmst import cli
-from dmst.data import catalog, fetch, official
-from dmst.data.formats.sheets import Pack
-from dmst.data.official import File
+from dmst.data import catalog
+from dmst.data.catalog import CATALOG, File
 from dmst.errors import FetchError, OptionError
+from tests.layouts import noise, put, records
 
 CONTENT = bytes(range(251)) * 7
-FILE = File(
-    "cifar-10-binary.tar.gz",
-    "https://example.org/cifar-10-binary.tar.gz",
-    len(CONTENT),
-    hashlib.md5(CONTENT, usedforsecurity=False).hexdigest(),
-)
+FILE = File("cifar-10-binary.bin", len(CONTENT), hashlib.md5(CONTENT, usedforsecurity=False).hexdigest())
 
 
-@pytest.fixture(autouse=True)
-def _tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "FILES", {"cifar10": (FILE,)})
-    pack = Pack({"cifar10-test.zip": hashlib.sha256(b"packed").hexdigest()})
-    monkeypatch.setattr(fetch, "PACKED", {"cifar10": {"test": pack}})
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that CIFAR-10 is fetched from: a file is published there, under the name of no archive."""
+    place = put(tmp_path / "site" / FILE.path, CONTENT).parent
+    monkeypatch.setitem(CATALOG, "cifar10", CATALOG["cifar10"]._replace(files=(FILE,), site=place.as_uri()))  # type: ignore[arg-type]
+    return place
 
 
 def run(*arguments: str | Path, columns: int = 80, folder: Path | None = None) -> tuple[int, str]:
@@ -46,13 +41,10 @@ def plain(text: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """CIFAR-10 as class folders, three images a class to learn from and one to be asked about."""
-    for split, count in (("train", 3), ("test", 1)):
-        for name in catalog.CIFAR10:
-            place = tmp_path / "cifar10" / split / name
-            place.mkdir(parents=True)
-            for i in range(count):
-                Image.new("RGB", (5, 7)).save(place / f"{i}.png")
+    """CIFAR-10, thirty images to learn from and ten to be asked about."""
+    for name in (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"):
+        labels = list(range(10)) if name == "test_batch" else [*range(6)] if name != "data_batch_1" else [6, 7, 8, 9, 0, 1]
+        put(tmp_path / f"cifar-10-batches-bin/{name}.bin", records(labels, noise(len(labels), 32, 32, 3)))
     return tmp_path
 
 
@@ -66,20 +58,19 @@ def test_list_names_every_dataset_and_fits_a_narrow_terminal(folder: Path) -> No
     assert [line.split()[0] for line in lines[1:-1]] == list(catalog.CATALOG)
     assert max(len(line) for line in lines[:-1]) <= 80
     rows = {line.split()[0]: plain(line) for line in lines[1:-1]}
-    assert rows["cifar10"] == "cifar10 50,000 + 10,000 10 class folders"
+    assert rows["cifar10"] == "cifar10 50,000 + 10,000 10 official binary batches"
     assert rows["food101"] == "food101 75,750 + 25,250 101 no: dmst data fetch food101"
     assert rows["digits"].endswith("in scikit-learn")
     assert rows["imagenet"].endswith("no: dmst data fetch imagenet")
-    assert rows["imagenet-sample"].endswith("1000 no")
     assert str(folder) in lines[-1]
 
 
 def test_list_takes_the_variable_and_says_where_there_is_none(folder: Path) -> None:
-    assert "class folders" in run("list", folder=folder)[1]
+    assert "official binary batches" in run("list", folder=folder)[1]
     code, text = run("list")
     assert code == 0
     assert "Set DMST_DATA" in text
-    assert "class folders" not in text
+    assert "official binary batches" not in text
 
 
 def test_list_says_what_is_there_by_half(folder: Path) -> None:
@@ -104,10 +95,10 @@ def test_info_tells_all(folder: Path) -> None:
         "official binary batches",
     ):
         assert fact in text
-    assert f"{folder / 'cifar10'}, class folders" in text
+    assert f"{folder / 'cifar-10-batches-bin'}" in text
     variant = catalog.open_set("cifar10", "train", data_dir=folder).variant
-    assert f"30 images, 10 classes; name this with every result: {variant}" in text
-    assert f"{official.FILES['cifar10'][0].bytes / 1e6:,.0f} MB" in text
+    assert f"30 images of 32 x 32, 10 classes; name this with every result: {variant}" in text
+    assert f"{entry.files[0].bytes / 1e6:,.0f} MB" in text
 
 
 def test_info_fits_a_narrow_terminal(folder: Path) -> None:
@@ -131,21 +122,21 @@ def test_info_where_nothing_is(tmp_path: Path) -> None:
 
 
 def test_info_of_what_is_damaged(folder: Path) -> None:
-    (folder / "cifar10" / "train" / "ship" / "0.png").unlink()
-    for i in (1, 2):
-        (folder / "cifar10" / "train" / "ship" / f"{i}.png").unlink()
+    put(folder / "cifar-10-batches-bin/data_batch_2.bin", b"cut")
     code, text = run("info", "cifar10", "--data-dir", folder, columns=300)
     assert code == 1
-    assert "ship has no image" in text
-    assert "10 images, 10 classes" in text  # of test
+    assert "not whole records" in text
+    assert "10 images of 32 x 32, 10 classes" in text  # of test
     assert run("info", "cifar10", "--quick", "--data-dir", folder)[0] == 0
 
 
-def test_info_of_a_folder(folder: Path) -> None:
-    code, text = run("info", folder / "cifar10", columns=300)
+def test_info_of_a_folder(tmp_path: Path) -> None:
+    for name in "ab":
+        put(tmp_path / f"birds/{name}/1.png", noise(3, 4, 3))
+    code, text = run("info", tmp_path / "birds", columns=300)
     assert code == 0
-    assert "30 images, 10 classes" in text
-    assert run("info", "cifar10/", folder=folder)[0] == 0
+    assert "2 images, 2 classes" in text
+    assert run("info", "birds/", folder=tmp_path)[0] == 0
     code, text = run("info", "cifar-11", columns=300)
     assert code == 2
     assert "Did you mean 'cifar10'" in plain(text) or "Did you mean 'cifar100'" in plain(text)
@@ -154,27 +145,15 @@ def test_info_of_a_folder(folder: Path) -> None:
 # --- fetch ------------------------------------------------------------------------------------------------------------
 
 
-def test_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(url: str, part: Path, size: int, **options: object) -> None:
-        assert (url, size, options["plain_http"], options["timeout"]) == (FILE.url, FILE.bytes, False, 7)
-        part.write_bytes(CONTENT)
-        options["tick"](size)  # type: ignore[operator]
-
-    monkeypatch.setattr(fetch, "download", download)
-    code, text = run("fetch", "cifar10", "--timeout", 7, folder=tmp_path / "new", columns=300)
+def test_fetch(published: Path, tmp_path: Path) -> None:
+    code, text = run("fetch", "cifar10", folder=tmp_path / "new", columns=300)
     assert code == 0
     assert (tmp_path / "new" / FILE.path).read_bytes() == CONTENT
     assert f"ready {tmp_path / 'new' / FILE.path}" in text
-    assert catalog.CATALOG["cifar10"].licence in text
-    assert catalog.CATALOG["cifar10"].citation in text
-
-
-def test_fetch_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(url: str, *_: object, **__: object) -> None:
-        raise FetchError(f"{url} cannot be reached.")
-
-    monkeypatch.setattr(fetch, "download", download)
-    with pytest.raises(FetchError, match=r"cannot be reached\.\nTo get it by hand, from https://www\.cs\.toronto\.edu"):
+    assert CATALOG["cifar10"].licence in text
+    assert CATALOG["cifar10"].citation in text
+    (published / FILE.path).unlink()
+    with pytest.raises(FetchError, match=r"cannot be reached .*\nTo get it by hand, from https://www\.cs\.toronto\.edu"):
         run("fetch", "cifar10", "--data-dir", tmp_path)
 
 
@@ -189,7 +168,7 @@ def test_fetch_refuses(tmp_path: Path) -> None:
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
-def test_verify(tmp_path: Path) -> None:
+def test_verify(published: Path, tmp_path: Path) -> None:
     code, text = run("verify", "cifar10", "--data-dir", tmp_path, columns=300)
     assert code == 1
     assert "no file of cifar10 with a known checksum" in text
@@ -197,14 +176,12 @@ def test_verify(tmp_path: Path) -> None:
     code, text = run("verify", "cifar10", "--data-dir", tmp_path)
     assert code == 0
     assert plain(text).endswith(f"ok {FILE.path} size and md5 as published")
-    (tmp_path / "cifar10-test.zip").write_bytes(b"foreign")
+    (tmp_path / "test_32x32.mat").write_bytes(b"foreign")
     code, text = run("verify", folder=tmp_path, columns=300)  # every dataset
     assert code == 1
     rows = [line.split()[:2] for line in text.splitlines()]
     assert ["ok", FILE.path] in rows
-    assert ["BAD", "cifar10-test.zip"] in rows
-    (tmp_path / "cifar10-test.zip").write_bytes(b"packed")
-    assert run("verify", folder=tmp_path)[0] == 0
+    assert ["BAD", "test_32x32.mat"] in rows
 
 
 # --- help -------------------------------------------------------------------------------------------------------------
