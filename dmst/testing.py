@@ -308,9 +308,9 @@ def _network(case: _Case) -> None:
 def _network_of(case: _Case, name: str) -> None:
     contract = "A network is made with create_model(..., operator=NAME) and any option of the operator."
     own = {key: value for key, value in case.options.items() if key not in PASSED}
-    small = {"dim": case.dim, "depth": 2, "num_heads": case.num_heads, "stem": "patch", "patch_size": 2, "img_size": (4, 6)}
-    options = {"operator": name, "operator_options": own, "qkv_bias": case.options.get("bias", True)}
-    config = case.run(" in a network", contract, lambda: ModelConfig(**small, **options, in_chans=1, num_classes=5))
+    made: dict[str, Any] = {"operator": name, "operator_options": own, "qkv_bias": case.options.get("bias", True)}
+    made |= {"dim": case.dim, "depth": 2, "num_heads": case.num_heads, "stem": "patch", "patch_size": 2, "img_size": (4, 6)}
+    config = case.run(" in a network", contract, lambda: ModelConfig(**made, in_chans=1, num_classes=5))
     model = case.run(" in a network", contract, lambda: VisionModel(config)).eval()
     images = torch.randn(2, 1, 4, 6)
     with torch.no_grad():
