@@ -71,7 +71,7 @@ LONGEST = (
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Fixtures too."""
-    name = item.nodeid.rpartition("tests/")[2]
+    name = item.nodeid[item.nodeid.find(item.path.name) :]
     if not name.startswith(UNTRACED) or name.startswith(TRACED):
         return (yield)
     with untraced():

@@ -25,7 +25,7 @@ from dmst.models.positions import FourierPosition
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
 from tests import forked
-from tests.test_timm_contract import SMALL, every_model, images, one_of_each, small
+from tests.integrations.test_timm_contract import SMALL, every_model, images, one_of_each, small
 from tests.timm_here import integration, timm, torchvision
 
 ROOT = Path(dmst.__file__).parent.parent

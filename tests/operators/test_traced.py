@@ -18,7 +18,7 @@ from tests.cases import GATES, MODES, VARIANTS, build, excite, gradients, label,
 
 F64 = torch.float64
 # The compiler, which takes a second or two a graph, meets a mode and a gate each by itself: all of both, every mode with the
-# gate that is the default. All pairs of them are exported here, and computed in tests/test_operator_contract.py.
+# gate that is the default. All pairs of them are exported here, and computed in tests/operators/test_operator_contract.py.
 PAIRS = [
     (name, options)
     for name, options in VARIANTS

@@ -317,7 +317,7 @@ dist.destroy_process_group()
 
 
 def test_a_proximal_network_can_be_sharded() -> None:
-    done = python("-c", SHARDED, root=Path(__file__).parents[1])
+    done = python("-c", SHARDED, root=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
 
 
