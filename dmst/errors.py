@@ -22,15 +22,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import inspect
-import platform
-import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
-from importlib import metadata
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -135,13 +131,11 @@ class MissingExtraError(DmstError, ImportError):
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """The error for `name`, with the nearest known name and the whole list."""
-    names = sorted(known)
-    lower = {n.lower(): n for n in names}
+    names = {n.lower(): n for n in sorted(known)}
     asked = (name[:TEXT] if isinstance(name, str) else shown(name)).lower()
-    near = difflib.get_close_matches(asked, lower, n=1, cutoff=0.0)
-    alike = near and difflib.SequenceMatcher(None, asked, near[0]).ratio() >= 0.5
-    hint = f" Did you mean {lower[near[0]]!r}?" if alike else f" The nearest is {lower[near[0]]!r}." if near else ""
-    return UnknownNameError(f"unknown {what} {shown(name, TEXT)}.{hint} Known: {', '.join(names) or 'none'}.")
+    near = difflib.get_close_matches(asked, names, n=1, cutoff=0.3)
+    hint = f" Did you mean {names[near[0]]!r}?" if near else ""
+    return UnknownNameError(f"unknown {what} {shown(name, TEXT)}.{hint} Known: {', '.join(names.values()) or 'none'}.")
 
 
 def choose(what: str, name: Any, known: Iterable[Any]) -> Any:
@@ -194,6 +188,9 @@ def refuse_unknown_options(owner: type, unknown: Mapping[str, object]) -> None:
         raise unknown_name(f"option of {owner.__name__}", next(iter(unknown)), known)
 
 
+PAIR_REMEDY = "install torch and torchvision from the same index, CPU or CUDA: https://pytorch.org/get-started/locally/"
+
+
 def need(module: str, extra: str) -> ModuleType:
     """Import an optional library, or say which extra brings it.
 
@@ -206,42 +203,7 @@ def need(module: str, extra: str) -> ModuleType:
             f"{module} could not be imported ({error}). Install it with: pip install 'dmst[{extra}]'"
         ) from error
     except Exception as error:
-        pair = misfit() if "torchvision" in f"{module} {error}" else ""
-        cause = f"{pair}: {PAIR_REMEDY}." if pair else f"Mend it with: pip install --force-reinstall 'dmst[{extra}]'"
+        remedy = PAIR_REMEDY if "torchvision" in f"{module} {error}" else f"pip install --force-reinstall 'dmst[{extra}]'"
         raise MissingExtraError(
-            f"{module} is installed and does not import ({type(error).__name__}: {error}). {cause}"
+            f"{module} is installed and does not import ({type(error).__name__}: {error}). To mend it: {remedy}"
         ) from error
-
-
-# --- which torch goes with which torchvision -------------------------------------------------------------------------
-
-PAIR_REMEDY = "install both from the same index, CPU or CUDA; https://pytorch.org/get-started/locally/ gives the line for pip"
-
-
-def misfit() -> str:
-    """torch and torchvision by version and build, where they are of two releases or two builds; nothing where they fit."""
-    torch, vision, asked = build_of("torch"), build_of("torchvision"), asked_by("torchvision", "torch")
-    release, _, build = torch.partition("+")
-    if not vision or (build[:4] == vision.partition("+")[2][:4] and asked in ("", release)):  # cpu, cu13, rocm
-        return ""
-    return f"torchvision {_named(vision)} does not fit torch {_named(torch)}"
-
-
-def build_of(package: str) -> str:
-    """Its version with its build, such as 2.13.0+cpu; "" if absent. By its version.py: the metadata on PyPI omit the build."""
-    spec = importlib.util.find_spec(package)
-    file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-    found = re.search(r"__version__ = ['\"]([^'\"]+)", file.read_text()) if file and file.is_file() else None
-    return found[1] if found else ""
-
-
-def asked_by(package: str, other: str) -> str:
-    """The one version of `other` that a package asks for; "" where it names none."""
-    lines = next((found.requires or [] for found in metadata.distributions(name=package)), [])
-    here = [line for line in lines if "platform_system" not in line or platform.system() in line]
-    return next((found[1] for line in here if (found := re.match(rf"{other} ?\(?==([\w.+]+)", line))), "")
-
-
-def _named(version: str) -> str:
-    build = version.partition("+")[2]
-    return version + (" (CPU build)" if build == "cpu" else " (CUDA build)" if build.startswith("cu") else "")

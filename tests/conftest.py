@@ -30,7 +30,7 @@ settings.load_profile("dmst")
 # three times as slow: they run without it. What is covered is counted by the others, and so never too high.
 UNTRACED = (
     "test_traced.py", "test_models.py::test_compiled", "test_models.py::test_exported", "test_models.py::test_an_exported",
-    "test_operator_contract.py::test_gradcheck", "test_fused.py::", "test_doctor.py::test_the_kernels",
+    "test_operator_contract.py::test_gradcheck", "test_fused.py::",
     "test_loader.py::test_no_global_generator", "test_loader.py::test_compiled", "test_orthonormal.py::test_a_traced",
     "test_fused_step.py::", "test_tape.py::test_every", "test_recompute.py::test_fused",
     "test_recompute.py::test_compiled", "test_recompute.py::test_a_compiled",

@@ -201,4 +201,4 @@ class ForSevenHeads(MHSA):
 def test_the_doctor_tells_of_an_operator_that_it_cannot_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPERATORS, "seven", ForSevenHeads)
     row = doctor.operator_table(torch.device("cpu"))[-1]
-    assert row[:4] == ("seven", "-", "-", "cannot be built: 8 heads are not 7")
+    assert (row.operator, row.why) == ("seven", "cannot be built: 8 heads are not 7")
