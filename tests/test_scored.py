@@ -18,8 +18,8 @@ from dmst.analysis.membership import attention_received, maps
 from dmst.analysis.scored import Score, Scores, areas, interpolated, orders_of, patch_orders, scored
 from dmst.cli import app
 from dmst.data.batch import View
-from dmst.data.masks import in_view
 from dmst.data.sets import ArraySet
+from dmst.data.transforms import mask_in_view
 from dmst.engine import masked as masked_engine
 from dmst.engine.prepare import read_weights
 from dmst.engine.samples import sample
@@ -300,7 +300,7 @@ def test_masks_are_cut_as_the_images_are() -> None:
     image_set = ArraySet("pets", "test", ["a"], np.zeros(3, np.int64), np.stack([pixels] * 3))
     image_set.masks = lambda index: mask  # type: ignore[method-assign]
     view = View(10, 1, (0.5,), (0.5,), crop_pct=0.8)
-    cut = in_view(mask, view)
+    cut = mask_in_view(mask, view)
     assert cut.shape == (10, 10) and set(cut.unique().tolist()) == {1, 2}
     stream = masked_engine.Sample("x", 3, _Streams(image_set, view))  # type: ignore[arg-type]
     batches = list(masked_engine.masked(stream))

@@ -36,23 +36,12 @@ class Unreadable(NamedTuple):
 class Samples(Dataset):
     """Samples by (epoch, sample); without `augment`, for evaluation."""
 
-    def __init__(
-        self,
-        image_set: ImageSet,
-        view: View,
-        bad: frozenset[int],
-        augment: Augment | None = None,
-        transform: Callable[[Any], Any] | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.image_set, self.view, self.bad = image_set, view, bad
-        self.augment, self.transform, self.seed = augment, transform, seed
+    def __init__(self, image_set: ImageSet, view: View, augment: Augment | None = None, seed: int = 0) -> None:
+        self.image_set, self.view, self.augment, self.seed = image_set, view, augment, seed
 
     def __getitem__(self, key: Key) -> Tensor | Unreadable:
         epoch, sample = key
         index = sample % chance.COPY
-        if index in self.bad:
-            return torch.zeros(self.view.channels, self.view.size, self.view.size, dtype=torch.uint8)
         try:
             array = self.image_set.read(index)
         except BadImageError as error:
@@ -62,7 +51,7 @@ class Samples(Dataset):
             return Unreadable(self.image_set.where(index), reason)
         if self.augment is None:
             return eval_image(array, self.view)
-        return train_image(array, self.view, self.augment, self.transform, self.seed, epoch, sample)
+        return train_image(array, self.view, self.augment, self.seed, epoch, sample)
 
 
 def collate(found: list[Tensor | Unreadable]) -> Tensor | list[Unreadable]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dmst.data.masks import in_view
+from dmst.data.transforms import mask_in_view
 from dmst.engine.samples import Sample
 from dmst.errors import OptionError
 
@@ -25,4 +25,4 @@ def masked(sample: Sample) -> Iterator[tuple[Tensor, Tensor]]:
     for batch in stream:
         counted = batch.weight > 0
         masks = [stream.image_set.masks(i) for i in batch.index[counted.cpu()].tolist()]
-        yield batch.images[counted], torch.stack([in_view(mask, stream.view) for mask in masks if mask is not None])
+        yield batch.images[counted], torch.stack([mask_in_view(mask, stream.view) for mask in masks if mask is not None])

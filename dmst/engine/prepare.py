@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,10 +48,18 @@ class Sets:
         return [each.where(i) for each, bad in pairs if each is not None for i in sorted(bad)]
 
     @property
+    def good_train(self) -> ImageSet:
+        """What is learnt from: all but the bad images."""
+        return _without(self.train, self.bad_train)
+
+    @property
+    def good_eval(self) -> ImageSet | None:
+        return None if self.eval is None else _without(self.eval, self.bad_eval)
+
+    @property
     def channels(self) -> int:
         """Of the first image that can be read."""
-        first = next((i for i in range(len(self.train)) if i not in self.bad_train), None)
-        return 1 if first is None else self.train.read(first).shape[2]
+        return self.good_train.read(0).shape[2]
 
     @property
     def content(self) -> str:
@@ -63,6 +71,10 @@ class Sets:
         """Of everything that decides the run but the content of files: names, sizes and labels of both sets."""
         both = [self.train.fingerprint, "" if self.eval is None else self.eval.fingerprint, *map(str, sorted(self.bad_train))]
         return hashlib.sha256("\n".join(both).encode()).hexdigest()
+
+
+def _without(images: ImageSet, bad: Container[int]) -> ImageSet:
+    return subset(images, [i for i in range(len(images)) if i not in bad]) if bad else images
 
 
 def open_sets(
@@ -142,9 +154,7 @@ def evaluated_by(run: str | Path | None, data_dir: str | Path | None = None) -> 
             f"{recipe.data.name} has changed since the run {run} began: some of the images evaluated now may have "
             "been learned from. Bring the images back, or name others: --data FOLDER."
         )
-    if bad:
-        images = subset(images, [i for i in range(len(images)) if i not in bad])
-    return Evaluated(images, recipe.data.crop_pct)
+    return Evaluated(_without(images, bad), recipe.data.crop_pct)
 
 
 def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> VisionModel:

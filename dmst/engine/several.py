@@ -56,8 +56,8 @@ def stream_of(work: TrainStep, sets: prepare.Sets, device: torch.device, *, comp
     view = prepare.view_of(work.model, data.crop_pct)
     shard = Shard(micro_steps=run.accumulate)
     return TrainStream(
-        sets.train, view, work.recipe.augment, batch_size=run.batch_size, seed=run.seed, shard=shard, device=device,
-        path=data.path, bad=sets.bad_train, compiled=compiled,
+        sets.good_train, view, work.recipe.augment, batch_size=run.batch_size, seed=run.seed, shard=shard, device=device,
+        path=data.path, compiled=compiled,
     )  # fmt: skip
 
 

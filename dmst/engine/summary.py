@@ -66,8 +66,8 @@ def _start(recipe: Recipe) -> str:
 
 def _few(sets: Sets) -> list[tuple[int, ...]]:
     """Height and width of a few images, read as a step reads them."""
-    good = [i for i in range(len(sets.train)) if i not in sets.bad_train]
-    return [sets.train.read(good[i]).shape[:2] for i in np.linspace(0, len(good) - 1, LOOKED_AT).astype(int)]
+    images = sets.good_train
+    return [images.read(int(i)).shape[:2] for i in np.linspace(0, len(images) - 1, LOOKED_AT)]
 
 
 def _images(few: list[tuple[int, ...]], view: View, recipe: Recipe) -> str:
