@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +14,12 @@ import torch
 
 from dmst import atomic
 from dmst.data import catalog, chance
-from dmst.data.loader import View
+from dmst.data.loader import Shard, TrainStream, View
 from dmst.data.scan import Scanned, scan_all
 from dmst.data.scan import look as look_at
 from dmst.data.sets import ImageSet, split_off, subset
 from dmst.engine import journal
+from dmst.engine.distributed import Group
 from dmst.engine.folder import RunFolder
 from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
@@ -83,7 +84,6 @@ def open_sets(
     data_dir: str | Path | None = None,
     workers: int = 0,
     cache: RunFolder | None = None,
-    tick: Callable[[int, int], None] | None = None,
     look: bool = True,
 ) -> Sets:
     """The sets of a recipe, each image looked at once if it says so (`cache` remembers that), unless another process does."""
@@ -107,7 +107,7 @@ def open_sets(
     both = {"train": train} | ({} if held is None else {"eval": held})
     caches = {name: None if cache is None else cache.path / f"scan-{name}.json" for name in both}
     write = atomic.write_text if cache is None else cache.write_text
-    found = scan_all(both, workers=workers, on_bad=data.on_bad_image, caches=caches, tick=tick, write=write)
+    found = scan_all(both, workers=workers, on_bad=data.on_bad_image, caches=caches, write=write)
     (bad_train, content), (bad_eval, eval_content) = found["train"], found.get("eval", Scanned({}))
     return Sets(train, held, frozenset(bad_train), frozenset(bad_eval), content, eval_content)
 
@@ -203,6 +203,23 @@ def view_of(model: VisionModel, crop_pct: float = 0.0) -> View:
         tuple(told["std"]),
         crop_pct or told["crop_pct"],
         told["interpolation"],
+    )
+
+
+def train_stream(model: VisionModel, recipe: Recipe, sets: Sets, group: Group, workers: int = 0) -> TrainStream:
+    """The batches that a recipe trains on."""
+    run, on_gpu = recipe.run, group.device.type == "cuda"
+    return TrainStream(
+        sets.good_train,
+        view_of(model, recipe.data.crop_pct),
+        recipe.augment,
+        batch_size=run.batch_size,
+        seed=run.seed,
+        shard=Shard(group.rank, group.world, run.accumulate),
+        device=group.device,
+        path=recipe.data.path,
+        workers=workers,
+        compiled=run.compile or (run.graph and on_gpu),
     )
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 import dmst
 from dmst import atomic, provenance
-from dmst.data.loader import EvalStream, Shard, TrainStream
+from dmst.data.loader import EvalStream, Shard
 from dmst.engine import journal, prepare
 from dmst.engine.checkpoint import Snapshot
 from dmst.engine.console import Clock, Quiet
@@ -140,10 +140,7 @@ class _Loop:
             self.work = TrainStep(model, recipe, group)
             view = prepare.view_of(model, recipe.data.crop_pct)
             shared: dict[str, Any] = {"device": group.device, "path": recipe.data.path, "workers": workers}
-            self.stream = TrainStream(
-                self.sets.good_train, view, recipe.augment, batch_size=run.batch_size, seed=run.seed,
-                shard=Shard(group.rank, group.world, run.accumulate), compiled=run.compile or self.work.recorded, **shared,
-            )  # fmt: skip
+            self.stream = prepare.train_stream(model, recipe, self.sets, group, workers)
             self.steps = recipe.schedule.epochs * self.stream.steps_per_epoch
             self.eval_stream = None
             if (held := self.sets.good_eval) is not None:
