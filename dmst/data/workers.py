@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from dmst.data import chance
 from dmst.data.augment import Augment
 from dmst.data.batch import View
+from dmst.data.scan import end_with
 from dmst.data.sets import ImageSet
 from dmst.data.transforms import eval_image, train_image
 from dmst.errors import BadImageError, DmstError
@@ -65,13 +66,7 @@ def _apart(worker: int, parent: int) -> None:
     It ends with its parent. torch's own look-out takes whoever is the parent when it begins, and a kill may come before that.
     """
     os.setpgid(0, 0)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        threading.Event().wait(1.0)
-    os._exit(1)
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
 
 
 def read(samples: Samples, keys: Any, workers: int, device: torch.device) -> Iterator[Tensor]:
