@@ -91,7 +91,7 @@ def test_other_libraries_only_where_named() -> None:
         "models": {"safetensors"},
         "data": {"PIL"},
         "engine": {"rich", "safetensors", "PIL"},
-        "analysis": {"PIL"},
+        "analysis": {"PIL", "jinja2", "markupsafe"},
         "explorer": {"PIL"},
     }
     checking = {"jaxtyping"}  # shapes as text, behind TYPE_CHECKING

@@ -156,10 +156,10 @@ def test_a_copy_made_in_mid_run_stays_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_report_is_written_while_the_folder_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dmst.analysis import run_report
+    from dmst.analysis import network_report
 
     held: list[bool] = []
-    real = run_report.write_run_report
+    real = network_report.write_run_report
 
     def write(path: Path, *args: Any, **options: Any) -> Path:
         try:
@@ -169,7 +169,7 @@ def test_the_report_is_written_while_the_folder_is_held(tmp_path: Path, monkeypa
             held.append(True)
         return real(path, *args, **options)
 
-    monkeypatch.setattr(run_report, "write_run_report", write)
+    monkeypatch.setattr(network_report, "write_run_report", write)
     monkeypatch.setattr("sys.argv", ["dmst", *command(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -146,12 +146,12 @@ def unharmed(path: Path, plain: Path) -> str:
 @pytest.fixture(scope="module")
 def plain_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All that a page of ours is made of, about a network that ships; a run's adds a few words to it."""
-    from dmst.analysis.weights_report import write_weights_report
+    from dmst.analysis.network_report import write_network_report
     from dmst.engine.samples import sample
 
     model = create_model("dmst_digits", pretrained=True)
     path = tmp_path_factory.mktemp("page") / "page.html"
-    page = write_weights_report(path, model, sample(model, limit=40), "digits", weights="dmst_digits")
+    page = write_network_report(path, model, sample(model, limit=40), "digits", weights="dmst_digits")
     more = "<details><summary></summary><code></code><pre></pre><ul><li></li></ul></details><h3></h3><circle/>"
     page.write_text(page.read_text(encoding="utf-8") + more, encoding="utf-8")
     return page

@@ -28,11 +28,18 @@ class Running:
 
     def __init__(self) -> None:
         self.count, self.mean, self.spread = 0, torch.zeros(()), torch.zeros(())
-        self.negative: Tensor | int = 0
+        self.negative = torch.zeros(())
 
     def add(self, values: Tensor) -> None:
+        """Chan's update of count, mean and sum of squared deviations by one batch."""
+        if not (new := values.shape[-1]):
+            return
+        total, mean = self.count + new, values.mean(-1)
+        step = mean - self.mean
+        self.spread = self.spread + (values - mean.unsqueeze(-1)).square().sum(-1) + step.square() * (self.count * new / total)
+        self.mean = self.mean + step * (new / total)
         self.negative = self.negative + (values < 0).sum(-1)
-        self.count, self.mean, self.spread = _merge(self.count, self.mean, self.spread, values)
+        self.count = total
 
     @property
     def std(self) -> Tensor:
@@ -40,7 +47,6 @@ class Running:
         return (self.spread / (self.count - 1 or math.nan)).sqrt()
 
     def numbers(self, *place: int) -> Numbers:
-        assert isinstance(self.negative, Tensor)
         return Numbers(self.mean[place].item(), self.std[place].item(), self.negative[place].item() / self.count)
 
 
@@ -52,24 +58,13 @@ def batches_of(images: Tensor | Iterable[Any], batch_size: int) -> Iterator[Tens
         yield batch[0] if isinstance(batch, tuple | list) else batch
 
 
-def finite(told: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same with None for numbers that JSON does not know."""
-    if isinstance(told, dict):
-        return {key: finite(value) for key, value in told.items()}
-    if isinstance(told, list | tuple):
-        return [finite(value) for value in told]
-    return None if isinstance(told, float) and not math.isfinite(told) else told
-
-
-def _merge(count: int, mean: Tensor, spread: Tensor, values: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Chan's update of count, mean and sum of squared deviations by one batch (last axis)."""
-    new = values.shape[-1]
-    if not new:
-        return count, mean, spread
-    batch_mean = values.mean(-1)
-    batch_spread = (values - batch_mean.unsqueeze(-1)).square().sum(-1)
-    total, step = count + new, batch_mean - mean
-    return total, mean + step * (new / total), spread + batch_spread + step.square() * (count * new / total)
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

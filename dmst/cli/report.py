@@ -33,8 +33,8 @@ def report(
 
     The page is a single file. It works offline and runs no script.
     """
-    from dmst.analysis.run_report import run_sections
-    from dmst.analysis.weights_report import write_weights_report
+    from dmst.analysis.network_report import write_network_report
+    from dmst.analysis.run_journal import Run
     from dmst.cli.progress import counted
     from dmst.engine import journal
     from dmst.engine.distributed import joined
@@ -42,17 +42,16 @@ def report(
     from dmst.engine.samples import sample
     from dmst.models import shipped
 
-    run = Path(weights)
-    events = list(journal.read(run / "journal.jsonl")) if (run / "journal.jsonl").is_file() else []
+    folder, run = Path(weights), None
+    if (folder / journal.NAME).is_file():
+        run = Run(list(journal.read(folder / journal.NAME)), (folder / RECIPE).read_text(encoding="utf-8"))
     with joined(device) as group:
         model = read_weights(weights).to(group.device)
-        before, after = run_sections(events, (run / RECIPE).read_text(encoding="utf-8"), model) if events else ((), ())
-        looked = sample(model, data, run=run, split=split, data_dir=data_dir, limit=limit, device=group.device)
-        page = out or f"{fitting(run.resolve().name)}-report.html"
+        looked = sample(model, data, run=folder, split=split, data_dir=data_dir, limit=limit, device=group.device)
+        measured = shipped.measurement(weights) if weights in shipped.SHIPPED and not folder.is_dir() else None
+        page = out or f"{fitting(folder.resolve().name)}-report.html"
         with counted(looked.name, 2 * looked.count) as tick:
-            written = write_weights_report(
-                page, model, looked, looked.name, weights=run.name or weights, titles=looked.titles,
-                measured=shipped.measurement(weights) if weights in shipped.SHIPPED and not run.is_dir() else None,
-                before=before, after=after, tick=tick,
-            )  # fmt: skip
-    say(written)
+            say(write_network_report(
+                page, model, looked, looked.name, weights=folder.name or weights, titles=looked.titles, measured=measured,
+                run=run, tick=tick,
+            ))  # fmt: skip

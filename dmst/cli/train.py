@@ -109,7 +109,7 @@ def train(
         probes["certificate"] = descent
 
     def report(result: Result) -> None:
-        from dmst.analysis.run_report import write_run_report
+        from dmst.analysis.network_report import write_run_report
 
         page = write_run_report(result.folder / "report.html", result.journal, plan.to_toml(), result.model, result.sample)
         if not quiet:

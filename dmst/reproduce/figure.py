@@ -6,60 +6,32 @@ Plain SVG from the ledger alone: the same runs give the same bytes.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
+from statistics import fmean
 
+from dmst.analysis import report
 from dmst.reproduce import ledger
 from dmst.reproduce.render import runs_of
-from dmst.reproduce.tables import TABLES, Cell
-from dmst.words import html
+from dmst.reproduce.tables import TABLES
 
-LEFT, WIDTH, ROW, TOP, BOTTOM = 290, 840, 22, 34, 48
-MARKS = ("#0072B2", "#D55E00")  # of the two cells whose means are drawn through all rows
-STYLE = (
-    "text{font:13px sans-serif;fill:#222}.small{font-size:12px;fill:#555}.grid{stroke:#e4e4e4}.mean{stroke:#222;stroke-width:2}"
-)
+COLOURS = ("#0072B2", "#D55E00")  # of the two cells whose means are drawn through all rows
 
 
 def svg(name: str, lines: Sequence[ledger.Line]) -> str:
     """Cells from best to worst, one row each."""
     table = TABLES[name]
-    found: list[tuple[Cell, list[float]]] = []
-    for cell in table.cells:
-        runs = runs_of(table, cell, lines)
-        if runs:
-            found.append((cell, [100 * runs[seed]["metrics"]["top1"] for seed in sorted(runs)]))
-    found.sort(key=lambda each: -statistics.fmean(each[1]))
-    scores = [score for _, each in found for score in each]
-    low = math.floor(min(scores, default=0))
-    high = max(math.ceil(max(scores, default=100)), low + 1)
-    height = TOP + ROW * len(found) + BOTTOM
-
-    def across(score: float) -> str:
-        return f"{LEFT + (score - low) / (high - low) * (WIDTH - LEFT - 20):.1f}"
-
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"><style>{STYLE}</style>']
-    out += [
-        f"<title>{html(table.title)}: top-1 of every run</title>",
-        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
-    ]
-    floor = TOP + ROW * len(found)
-    for tick in range(low, high + 1):
-        out.append(f'<line class="grid" x1="{across(tick)}" x2="{across(tick)}" y1="{TOP}" y2="{floor}"/>')
-        out.append(f'<text class="small" x="{across(tick)}" y="{floor + 18}" text-anchor="middle">{tick}</text>')
-    out.append(f'<text class="small" x="{(LEFT + WIDTH) / 2:.0f}" y="{floor + 38}" text-anchor="middle">top-1, %</text>')
-    means = {cell.name: statistics.fmean(each) for cell, each in found}
-    for mark, colour in zip(table.marks, MARKS, strict=True):
-        if mark in means:
-            x = across(means[mark])
-            out.append(f'<line x1="{x}" x2="{x}" y1="{TOP}" y2="{floor}" stroke="{colour}" stroke-dasharray="5 4"/>')
-            out.append(
-                f'<text class="small" x="{x}" y="{TOP - 10}" text-anchor="middle" style="fill:{colour}">{html(mark)}</text>'
-            )
-    for i, (cell, each) in enumerate(found):
-        middle = TOP + ROW * i + ROW / 2
-        out.append(f'<text x="{LEFT - 12}" y="{middle + 4:.1f}" text-anchor="end">{html(cell.name)}</text>')
-        out += [f'<circle cx="{across(score)}" cy="{middle:.1f}" r="4" fill="#777" fill-opacity=".55"/>' for score in each]
-        x = across(means[cell.name])
-        out.append(f'<line class="mean" x1="{x}" x2="{x}" y1="{middle - 8:.1f}" y2="{middle + 8:.1f}"/>')
-    return "\n".join([*out, "</svg>", ""])
+    found = {cell.name: runs_of(table, cell, lines) for cell in table.cells}
+    scores = {cell: [100 * runs[seed]["metrics"]["top1"] for seed in sorted(runs)] for cell, runs in found.items() if runs}
+    means = {cell: fmean(each) for cell, each in scores.items()}
+    every = [score for each in scores.values() for score in each]
+    low = math.floor(min(every, default=0))
+    high = max(math.ceil(max(every, default=100)), low + 1)
+    return report.render(
+        "dots.svg",
+        title=table.title,
+        low=low,
+        high=high,
+        across=lambda score: f"{290 + (score - low) / (high - low) * 530:.1f}",
+        marks=[(mark, means[mark], colour) for mark, colour in zip(table.marks, COLOURS, strict=True) if mark in means],
+        rows=[(cell, means[cell], scores[cell]) for cell in sorted(scores, key=lambda cell: -means[cell])],
+    )

@@ -1,0 +1,201 @@
+"""The page of a network: what it gets right and wrong, how sure it is, what its layers do; of a run, also how it learnt.
+
+    write_network_report    `dmst report`: all of it, computed from the weights on the images that are named
+    write_run_report        `dmst train`: from the journal, with some of the images that were evaluated
+
+Images without labels say nothing about accuracy: then what was measured before, as of weights that ship, stands in its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmst.analysis import report
+from dmst.analysis.answers import Answers, answers, counted
+from dmst.analysis.certificates import Certificate, certify
+from dmst.analysis.charts import Line
+from dmst.analysis.membership import gate_by_class
+from dmst.analysis.pictures import class_name, maps_of, photos
+from dmst.analysis.rate_page import WHERE, rate_line
+from dmst.analysis.rates import LayerRates, rates_at
+from dmst.analysis.run_journal import WEIGHTS, Run, in_time, layer_curves, learning_curves, when
+from dmst.calibration import Measured
+from dmst.models import VisionModel
+from dmst.words import short
+
+MOST_CLASSES = 40  # in a table
+MOST_PAIRS = 20  # that are confused
+SHOWN = 8  # surest answers, right and wrong
+Batches = Iterable[tuple[Tensor, Tensor | None]]  # may be gone through several times
+
+
+def write_network_report(
+    path: str | Path,
+    model: VisionModel,
+    images: Batches,
+    name: str,
+    *,
+    weights: str,
+    measured: Measured | None = None,
+    titles: Sequence[str] = (),
+    run: Run | None = None,
+    tick: Callable[[int], None] = lambda images: None,
+) -> Path:
+    """`name` says which images, `weights` which weights. Goes through the images several times.
+
+    `measured`: what is known of its accuracy, for images without labels. `titles`: what each image is called, if it has a name.
+    """
+    found = answers(model, images, tick)
+    rates, certificate = rates_at(model, images, tick=tick), certify(model, images)
+    if found.labelled:
+        measured = counted(found, name, model.num_classes)
+    return _write(
+        path,
+        short(f"{weights}: network report", 80),
+        model,
+        name,
+        run,
+        measured=measured,
+        rates=rates["input"],
+        rate_lines=_rate_lines(rates),
+        certificate=certificate,
+        certified=_certified(certificate),
+        gates=_gates(found, _classes(model)),
+        pictures=list(_gallery(model, images, found, titles)),
+        titles=titles,
+    )
+
+
+def write_run_report(
+    path: Path, events: Sequence[dict[str, Any]], recipe: str, model: VisionModel, sample: tuple[Tensor, Tensor] | None
+) -> Path:
+    """The page of a run: its journal, its recipe as TOML, its final weights, and some images with their labels."""
+    run = Run(events, recipe)
+    values: dict[str, Any] = {}
+    if sample is not None and len(sample[1]):
+        batches = list(zip(*(each.split(64) for each in sample), strict=True))
+        found = answers(model, batches)
+        values = {"pictures": list(_gallery(model, batches, found)), "answers": found}
+    title = f"{run.facts.get('model', model.config.name)} on {run.name if run.evaluated == 'holdout' else run.data}"
+    return _write(path, short(title, 80), model, run.seen, run, **values)
+
+
+def _write(path: str | Path, title: str, model: VisionModel, name: str, run: Run | None, **values: Any) -> Path:
+    """Fill network.html. What was not measured is None, and its section is left out."""
+    classes, measured = _classes(model), values.get("measured")
+    page: dict[str, Any] = dict.fromkeys(("measured", "rates", "layers", "gates", "pictures", "answers"))
+    page |= {"title": title, "model": model, "classes": classes, "images": name, "run": run, "titles": ()}
+    page["parameters"] = sum(p.numel() for p in model.parameters())
+    right: Sequence[tuple[int, int]] = (run.end.get("by_class") if run else None) or []
+    if measured is not None:
+        right = list(zip(measured.confusion.diagonal().tolist(), measured.confusion.sum(1).tolist(), strict=True))
+        page |= {"confusion": _confusion(measured, classes), "calibration": _calibration(measured)}
+    page["by_class"] = _by_class(right, run.classes if run and measured is None else classes)
+    if run:
+        page |= {"weights_of": WEIGHTS, "learning": learning_curves(run), "in_time": in_time, "when": when}
+        if found := run.layers():
+            page |= {"layers": found[-1]["layers"], "layer_lines": layer_curves(found)}
+    return report.write(path, "network.html", **page | values)
+
+
+def _classes(model: VisionModel) -> tuple[str, ...]:
+    return model.class_names or tuple(f"class {i}" for i in range(model.num_classes))
+
+
+def _by_class(right: Sequence[tuple[int, int]], classes: Sequence[str]) -> dict[str, Any] | None:
+    """Rows of the classes with the lowest accuracy, how many classes have images, and the mean over these."""
+    found = sorted((some / of, i) for i, (some, of) in enumerate(right) if of)
+    if not found:
+        return None
+    rows = [(class_name(classes, i), f"{share:.1%}", "{:,} of {:,}".format(*right[i])) for share, i in found[:MOST_CLASSES]]
+    return {"rows": rows, "count": len(found), "empty": len(right) - len(found), "mean": sum(x for x, _ in found) / len(found)}
+
+
+def _confusion(measured: Measured, classes: Sequence[str]) -> dict[str, Any]:
+    """All cells, or for many classes the most frequent mistakes."""
+    counts = measured.confusion.double()
+    if len(classes) <= 12:
+        share = counts / counts.sum(1, keepdim=True).clamp(min=1)
+        return {"share": share.tolist(), "names": [short(name, 14) for name in classes]}
+    counts.fill_diagonal_(0)
+    most = counts.flatten().topk(MOST_PAIRS)
+    pairs = [(class_name(classes, i // len(classes)), class_name(classes, i % len(classes))) for i in most.indices.tolist()]
+    return {"pairs": [(*pair, f"{count:.0f}") for pair, count in zip(pairs, most.values.tolist(), strict=True) if count]}
+
+
+def _calibration(measured: Measured) -> dict[str, Any]:
+    bins = measured.bins
+    line = Line("the network", [100 * b.sure for b in bins], [100 * b.right for b in bins])
+    ideal = Line("perfect calibration", [0, 100], [0, 100], colour="c2", dashed=True)
+    return {"lines": [line, ideal], "rows": [(f"{b.sure:.1%}", f"{b.right:.1%}", f"{b.share:.1%}") for b in bins]}
+
+
+def _rate_lines(rates: Mapping[str, LayerRates]) -> dict[str, list[Line]]:
+    """For each rate a line for each place; the coding rate where the operator has no other."""
+    names = [name for name in ("variational", "complete") if any(map(math.isfinite, rates["input"].mean[name]))]
+    return {
+        name: [rate_line(place, rates[at], name, f"c{i}", band=at == "input") for i, (at, place) in enumerate(WHERE.items(), 1)]
+        for name in names or ["coding"]
+    }
+
+
+def _certified(found: Certificate) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for layer in found.layers:
+        if layer is not None:
+            rate, step, reread = (layer.total[name].mean for name in ("rate", "frozen", "reread"))
+            raising = ", ".join(map(str, layer.raising)) or "none"
+            shares = (f"{layer.descends:.0%}", f"{layer.guaranteed:.0%}", raising)
+            rows.append((str(layer.layer), f"{rate:.2f}", f"{step:+.2f}", *shares, f"{reread:+.2f}"))
+    return rows
+
+
+def _gates(found: Answers, classes: Sequence[str]) -> dict[str, Any] | None:
+    layers = [(i, gate) for i, gate in enumerate(found.gates) if gate is not None]
+    if not layers or not found.labelled or len(classes) > MOST_CLASSES:
+        return None
+    use = [gate_by_class(gate, found.labels, len(classes)) for _, gate in layers]
+    return {
+        "values": torch.cat(use, 1).tolist(),
+        "rows": [short(name, 14) for name in classes],
+        "columns": [f"h{k}" for each in use for k in range(each.shape[1])],
+        "groups": [(f"layer {i}", gate.shape[1]) for i, gate in layers],
+        "high": max(max(each.nan_to_num().max().item() for each in use), 1e-9),
+        "on": ", ".join(f"{(gate != 0).double().sum(-1).mean():.1f} in layer {i}" for i, gate in layers),
+    }
+
+
+def _gallery(model: VisionModel, images: Batches, found: Answers, titles: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """The surest answers with their maps: right, one of each class; wrong; or all where there are no labels."""
+    order = found.sure.argsort(descending=True, stable=True)
+    kinds = {"" if titles else "Highest confidence": order.tolist()}
+    if found.labelled:
+        right = found.right[order]
+        surest = {int(found.labels[i]): i for i in reversed(order[right].tolist())}
+        kinds = {
+            "Correct, highest confidence of its class": [i for _, i in sorted(surest.items())],
+            "Wrong, highest confidence": order[~right].tolist(),
+        }
+    for heading, which in kinds.items():
+        if chosen := which[:SHOWN]:
+            some = pick(images, chosen)
+            labels = (found.labels if found.labelled else found.says)[chosen].tolist()
+            shown = photos(model, some, labels, _classes(model), [titles[i] for i in chosen] if titles else ())
+            yield {"heading": heading, "photos": shown, "maps": maps_of(model, some)}
+
+
+def pick(images: Batches, chosen: Sequence[int]) -> Tensor:
+    """Images by their places in the stream, in the order asked for; the others pass by."""
+    kept, start, wanted = {}, 0, set(chosen)
+    for some, _ in images:
+        for i in range(len(some)):
+            if start + i in wanted:
+                kept[start + i] = some[i]
+        start += len(some)
+    return torch.stack([kept[i] for i in chosen])
