@@ -16,7 +16,6 @@ from heads_off import every_head, right
 
 from dmst import provenance
 from dmst.analysis.foreground import foreground
-from dmst.engine.masked import masked
 from dmst.engine.prepare import read_weights
 from dmst.engine.samples import sample
 
@@ -32,7 +31,7 @@ def main() -> None:
     images = sample(model, "pets", data_dir=ask.data_dir, limit=ask.limit, batch_size=20)
     answers = {"as it is": right(model, images, {}), "all heads off": right(model, images, every_head(model))}
     found = {"sample": images.name, "right": {name: int(hits.sum()) for name, hits in answers.items()}}
-    found |= {"foreground": foreground(model, masked(images)).to_dict()}
+    found |= {"foreground": foreground(model, images.masked()).to_dict()}
     found |= {"versions": provenance.versions(), "commit": provenance.commit()}
     ask.json.write_text(json.dumps(found, indent=1) + "\n")
     print(found["right"])

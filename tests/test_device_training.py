@@ -10,9 +10,6 @@ import torch
 from dmst.data import catalog
 from dmst.data.augment import Augment
 from dmst.data.loader import TrainStream, View
-from dmst.engine import prepare, several
-from dmst.engine.distributed import joined
-from dmst.engine.recipe import read_recipe
 from dmst.engine.train_loop import train
 from dmst.engine.train_step import without_cudnn_attention
 from tests.runs import Cut, CutAfter, digests, tensors, tiny
@@ -57,31 +54,6 @@ def test_recorded_steps_are_the_plain_ones(mode: str, amp: str, bar: float, tmp_
     for name, plain in found["false"].items():
         wide = plain.double()
         assert (found["true"][name].double() - wide).norm() <= bar * wide.norm() + 1e-6, name
-
-
-def test_runs_that_share_the_device_are_those_that_have_it_alone() -> None:
-    """Graphs that run at once must share nothing, the workspace of cuBLAS least of all: it spoils sums, or stops both."""
-    changes = ["data.name=digits", 'data.eval=""', "run.graph=true", "run.batch_size=512"]
-    recipes = [read_recipe("cifar10", [*changes, f"run.seed={seed}"]) for seed in range(3)]
-    sets = prepare.open_sets(recipes[0], data_dir=None)
-
-    def weights(*which: int) -> list[dict[str, torch.Tensor]]:
-        runs = [several.start(recipes[i], sets, group) for i in which]
-        batches = [run.stream.batches(0, 40) for run in runs]
-        for step in range(40):
-            several.step(runs, batches, step, 1.0)
-        several.join(runs)
-        return [run.work.model.state_dict() for run in runs]
-
-    torch.use_deterministic_algorithms(True, warn_only=True)  # but cuBLAS as it is everywhere else
-    try:
-        with joined("cuda") as group:
-            together, apart = weights(0, 1, 2), [*weights(0), *weights(1), *weights(2)]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for mine, alone in zip(together, apart, strict=True):
-        assert all(torch.equal(x, alone[name]) for name, x in mine.items())
-    assert not torch.equal(together[0]["head.weight"], together[1]["head.weight"])
 
 
 def test_softmax_attention_with_far_scores_has_finite_gradients() -> None:

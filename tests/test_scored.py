@@ -17,12 +17,11 @@ from dmst.analysis.intervals import Interval, bootstrap
 from dmst.analysis.membership import attention_received, maps
 from dmst.analysis.scored import Score, Scores, areas, interpolated, orders_of, patch_orders, scored
 from dmst.cli import app
-from dmst.data.batch import View
-from dmst.data.masks import in_view
+from dmst.data.loader import EvalStream, View
 from dmst.data.sets import ArraySet
-from dmst.engine import masked as masked_engine
+from dmst.data.transforms import mask_in_view
 from dmst.engine.prepare import read_weights
-from dmst.engine.samples import sample
+from dmst.engine.samples import Sample, sample
 from dmst.errors import OptionError, ShapeError
 from tests.networks import build, images
 
@@ -300,23 +299,15 @@ def test_masks_are_cut_as_the_images_are() -> None:
     image_set = ArraySet("pets", "test", ["a"], np.zeros(3, np.int64), np.stack([pixels] * 3))
     image_set.masks = lambda index: mask  # type: ignore[method-assign]
     view = View(10, 1, (0.5,), (0.5,), crop_pct=0.8)
-    cut = in_view(mask, view)
+    cut = mask_in_view(mask, view)
     assert cut.shape == (10, 10) and set(cut.unique().tolist()) == {1, 2}
-    stream = masked_engine.Sample("x", 3, _Streams(image_set, view))  # type: ignore[arg-type]
-    batches = list(masked_engine.masked(stream))
+    batches = list(Sample("x", EvalStream(image_set, view, batch_size=2), torch.float32).masked())
     assert [len(each) for each, _ in batches] == [2, 1]  # the padded image of the last batch is not there
     for batch, masks in batches:
         assert masks.shape == (len(batch), 10, 10)
         assert ((batch[:, 0] > 0) == (masks == 1)).float().mean() > 0.9  # but for pixels that straddle the edge
     with pytest.raises(OptionError, match="no masks"):
-        next(masked_engine.masked(sample(read_weights("dmst_digits"), limit=2)))
-
-
-class _Streams:
-    def __init__(self, image_set: ArraySet, view: View) -> None:
-        from dmst.data.loader import EvalStream
-
-        self.stream = EvalStream(image_set, view, batch_size=2)
+        next(sample(read_weights("dmst_digits"), limit=2).masked())
 
 
 def test_the_command(tmp_path: Path) -> None:

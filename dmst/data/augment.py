@@ -3,8 +3,8 @@
     resized_crop | resize      crop_padding, flip      rotate, zoom, shift      aa | color_jitter
     normalise                  reprob                  cutout                   mixup, cutmix
 
-On the resident path all of it happens on the device, on whole batches; crop_padding and flip come first there, exact moves of
-pixels. Worker processes do the resized crop, the flip and, with the extra timm, RandAugment; the device does the rest. Names
+All of it happens on the device, on whole batches; large images are first cut to size by worker processes, resized_crop or
+resize. Of images that are on the device already, crop_padding and flip, exact moves of pixels, come before the resizing. Names
 and meanings are timm's where it has them.
 """
 

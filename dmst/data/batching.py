@@ -1,6 +1,6 @@
 """From stored pixels to a batch, on one device: everything of [augment] that is done to whole batches, as one pure function.
 
-    make(pixels, sample, position, epoch) -> (images, targets, labels, weight)
+    make(pixels, sample, position, epoch) -> (images, targets, labels)
 
 pixels uint8 (n, c, h, w): the whole set on the resident path, or this batch as workers cut it. sample (b,): image + copy *
 2^40. position (b,): places in the order of the epoch. epoch: one number, as a tensor. Draws depend on these and the seed alone,
@@ -20,9 +20,8 @@ from dmst.data import chance, color, erasing, geometry, mixing
 from dmst.data.augment import Augment
 from dmst.data.batch import View
 from dmst.data.rand_augment import DRAWS, rand_augment, read_policy
-from dmst.errors import OptionError
 
-Made = tuple[Tensor, Tensor, Tensor, Tensor]
+Made = tuple[Tensor, Tensor, Tensor]
 
 
 class BatchMaker:
@@ -36,7 +35,6 @@ class BatchMaker:
         seed: int,
         batch_size: int,
         device: torch.device,
-        bad: frozenset[int] = frozenset(),
         crop_pct: float = 1.0,
         resident: bool = True,
         compiled: bool | str = False,
@@ -44,11 +42,6 @@ class BatchMaker:
         self.view, self.augment, self.classes, self.batch_size = view, augment, classes, batch_size
         self.crop_pct, self.resident, self.policy = crop_pct, resident, read_policy(augment.aa)
         self.labels = torch.from_numpy(np.array(labels, np.int64)).to(device)
-        self.good = None
-        if bad:
-            self.good = torch.ones(len(labels))
-            self.good[sorted(bad)] = 0
-            self.good = self.good.to(device)
         self.mean, self.std = (
             torch.tensor(x, dtype=torch.float32, device=device)[None, :, None, None] for x in (view.mean, view.std)
         )
@@ -62,15 +55,6 @@ class BatchMaker:
         if compiled:
             backend = compiled if isinstance(compiled, str) else "inductor"
             self.make = torch.compile(self._make, fullgraph=True, dynamic=False, backend=backend)
-
-    def check(self, pixels: Tensor) -> None:
-        """Refuse pixels that this view or this padding cannot take."""
-        c, h, w = pixels.shape[1:]
-        check_channels(c, self.view.channels)
-        if self.augment.crop_padding >= min(h, w):
-            raise OptionError(
-                f"crop_padding is {self.augment.crop_padding}: images of {h} x {w} pixels reflect less than that."
-            )
 
     def _plan(self) -> dict[str, int]:
         """How many draws each part of the augmentation takes of a sample."""
@@ -100,12 +84,9 @@ class BatchMaker:
 
         labels = self.labels[index]
         targets = (labels[:, None] == torch.arange(self.classes, device=labels.device)).to(torch.float32)
-        good = None if self.good is None else self.good[index]
-        if good is not None:
-            images = torch.where(good[:, None, None, None] > 0, images, 0.0)
         if self.augment.mixes:
-            images, targets = self._mixed(images, targets, position, epoch, good)
-        return images, targets, labels, torch.ones_like(targets[:, 0]) if good is None else good
+            images, targets = self._mixed(images, targets, position, epoch)
+        return images, targets, labels
 
     def _places(self, pixels: Tensor, rows: Tensor, draws: dict[str, Tensor]) -> Tensor:
         """Crops, mirrors and moves: (b, channels, size, size) uint8."""
@@ -127,7 +108,7 @@ class BatchMaker:
         box: Tensor | tuple[float, float, float, float] = geometry.middle_box(h, w)
         if augment.resized_crop:
             box = geometry.resized_boxes(draws["resized crop"], h, w, augment.resized_crop)
-            left = torch.where(mirrored, w - box[:, 1] - box[:, 3], box[:, 1])  # workers cut before they mirror
+            left = torch.where(mirrored, w - box[:, 1] - box[:, 3], box[:, 1])  # of the image as it was before the mirror
             box = torch.stack((box[:, 0], left, box[:, 2], box[:, 3]), 1)
         turn = 2 * draws["turn"] - 1
         return geometry.warp(
@@ -148,24 +129,14 @@ class BatchMaker:
             return color.color_jitter(images, draws["color jitter"], self.augment.color_jitter)
         return images
 
-    def _mixed(
-        self, images: Tensor, targets: Tensor, position: Tensor, epoch: Tensor, good: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _mixed(self, images: Tensor, targets: Tensor, position: Tensor, epoch: Tensor) -> tuple[Tensor, Tensor]:
         augment = self.augment
         unit = position[::2] // 2 if augment.mixup_mode == "pair" else position[:1] // self.batch_size
         draws = chance.draw(self.mix, epoch, unit, self.steps[: mixing.DRAWS])
         share, mean = mixing.shares(
             draws, self.mixup, self.cutmix, augment.mixup_prob, augment.mixup_switch_prob, *images.shape[-2:]
         )
-        return mixing.mix(images, targets, share, mean, augment.mixup_mode, good)
-
-
-def check_channels(stored: int, wanted: int) -> None:
-    if stored > wanted:
-        raise OptionError(
-            f"the images have {stored} channels and the model takes {wanted}: choose a model with in_chans={stored}. "
-            "(Grey images for a model of 3 channels are repeated.)"
-        )
+        return mixing.mix(images, targets, share, mean, augment.mixup_mode)
 
 
 class _Columns:

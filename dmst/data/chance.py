@@ -3,7 +3,6 @@
     uniform(purpose, seed, epoch, index, draws)   (n, draws) float32 in [0, 1), whole batches, the same bits on every device
     draw(key, epoch, index, step)                 the same for draws of several purposes at once, inside a compiled function
     permutation(purpose, seed, epoch, n)          an order of 0..n-1, int64 on the CPU
-    generator(purpose, seed, epoch, index, copy)  numpy's Philox, for code that asks for a generator
     small_seed(*parts)                            32 bits, for code that asks for a seed
 
     word_j = mix((mix((mix(epoch G + key) + index) G) + j) G),   G = 2^64 / golden ratio,   mix = the finalizer of splitmix64
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,10 +55,6 @@ def uniform(purpose: str, seed: int, epoch: int | Tensor, index: Tensor, draws: 
 def permutation(purpose: str, seed: int, epoch: int, n: int) -> Tensor:
     """0..n-1 sorted by a word of 64 bits each; of equal ones (a million has any with probability 3e-8) the lower is first."""
     return torch.argsort(words(key(purpose, seed), epoch, torch.arange(n), torch.arange(1))[:, 0], stable=True)
-
-
-def generator(purpose: str, seed: int, epoch: int, index: int, copy: int = 0) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=_digest(16, purpose, seed, epoch, index, copy)))
 
 
 def small_seed(*parts: int | str) -> int:

@@ -14,15 +14,13 @@ effort     a file made of countless pieces is refused: no picture takes 2 s or 1
 from __future__ import annotations
 
 import io
-import os
-import threading
+import struct
 import warnings
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from dmst.data import directories
 from dmst.errors import BadImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -33,7 +31,11 @@ MOST_WORK = 20 * MOST_PIXELS  # pixels x scans of a JPEG: a small file can hold 
 MOST_READS = {"header": 10_000, "pixels": 200_000}  # of at most 32 KiB: a file can hold millions of empty chunks
 MOST_VALUES = 500_000  # numbers, strips and tiles of the directories of a TIFF
 MOST_EXIF = 2**20
-STRIPE = 64  # rows of 16-bit pixels that are made 8-bit at a time
+MOST_DIRECTORIES = 16
+TIFF_ORDERS = {b"II": "<", b"MM": ">"}
+TIFF_BYTES = (1, 2, 7)  # kinds of values that are kept as they stand in the file: bytes, text, anything
+TIFF_TILES = (273, 324)  # where each strip, each tile begins
+TIFF_WITHIN = (34665, 34853, 40965)  # where EXIF, GPS and Interoperability have directories of their own
 ORIENTATION, BITS, PHOTOMETRIC = 274, 258, 262  # tags of EXIF and TIFF
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -66,7 +68,8 @@ def decode(data: bytes | Path, name: str = "", *, grey: bool = False) -> np.ndar
     """The pixels of an encoded image, or of the file at a path; `name` is how an error calls it, else the path."""
     try:
         raw = _read(data) if isinstance(data, Path) else bytes(data)
-        with _quiet:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's; what counts is an error
             return _decode(raw, grey)
     except Exception as error:  # Pillow raises almost anything: OSError, SyntaxError, struct.error, DecompressionBombError, ...
         raise BadImageError(name or (str(data) if isinstance(data, Path) else "an image"), _reason(error)) from error
@@ -106,10 +109,33 @@ def _decode(raw: bytes, grey: bool) -> np.ndarray:
 
 def _inspect(raw: bytes) -> None:
     """Before Pillow sees it: what Pillow would unpack at once, as much as there is."""
-    if (count := directories.values(raw)) > MOST_VALUES:
+    if raw[:4] in (b"II+\0", b"MM\0+"):
+        raise _Refusal("it is a BigTIFF, for files of gigabytes: save it as a plain TIFF")
+    if raw[:2] in TIFF_ORDERS and (count := _tiff_values(raw, TIFF_ORDERS[raw[:2]])) > MOST_VALUES:
         raise _Refusal(f"its directory lists {count:,} values: decoding would take too long")
     if raw.startswith(b"\xff\xd8") and raw.count(b"Exif\0\0") << 16 > MOST_EXIF:
         raise _Refusal("it has EXIF in more than 16 parts: decoding would take too long")
+
+
+def _tiff_values(raw: bytes, order: str) -> int:
+    """How many objects Pillow would make of the first directory of a TIFF, and of those within: one per value, strip or tile.
+
+    A directory is a count and entries of a tag, a kind, a number of values and a field: a file of 60 MB can ask for gigabytes.
+    """
+    total, left = 0, [raw[4:8]]
+    for _ in range(MOST_DIRECTORIES):
+        if not left:
+            break
+        at = int.from_bytes(left.pop(), "little" if order == "<" else "big")
+        if at + 2 > len(raw):
+            continue
+        count = min(struct.unpack_from(order + "H", raw, at)[0], (len(raw) - at - 2) // 12)
+        for tag, kind, many, field in struct.iter_unpack(order + "HHL4s", memoryview(raw)[at + 2 : at + 2 + 12 * count]):
+            if kind not in TIFF_BYTES or tag in TIFF_TILES:
+                total += many
+            if tag in TIFF_WITHIN:
+                left.append(field[:2] if kind == 3 else field)  # a short stands first in the field
+    return total
 
 
 def _measure(image: Image.Image, raw: bytes) -> None:
@@ -154,18 +180,16 @@ def _as(image: Image.Image, mode: str) -> Image.Image:
 
 def _eight_bits(image: Image.Image) -> Image.Image:
     """16-bit grey, (v + 128) // 257; Pillow itself clips at 255."""
-    all_values, tags, clear = np.asarray(image), getattr(image, "tag_v2", {}), image.info.get("transparency")
+    values, tags, clear = np.asarray(image).astype(np.uint32), getattr(image, "tag_v2", {}), image.info.get("transparency")
     if tags.get(BITS, (16,)) != (16,):
         raise _Refusal(f"it has {tags[BITS]} bits per pixel: only 8 and 16 are supported")
-    eight = np.empty(all_values.shape, np.uint8)
-    for at in range(0, len(eight), STRIPE):  # all at once would take four times the memory, and more time
-        values = all_values[at : at + STRIPE].astype(np.uint32)
-        if tags.get(PHOTOMETRIC) == 0:
-            values = 65535 - values  # white is zero, which Pillow heeds with 8 bits only
-        eight[at : at + STRIPE] = (values + 128) // 257
-        if isinstance(clear, int):
-            eight[at : at + STRIPE][values == clear] = 255
-    return Image.fromarray(eight)
+    if tags.get(PHOTOMETRIC) == 0:
+        values = 65535 - values  # white is zero, which Pillow heeds with 8 bits only
+    if isinstance(clear, int):
+        values[values == clear] = 65535
+    values += 128  # in place: 50 million of them are 200 MB
+    values //= 257
+    return Image.fromarray(values.astype(np.uint8))
 
 
 def _hint(raw: bytes) -> str:
@@ -194,32 +218,3 @@ class _Reader(io.BytesIO):
         if self.left < 0:
             raise _Refusal("it is made of too many small pieces: decoding would take too long")
         return data
-
-
-class _Quiet:
-    """No warning of Pillow's, in any thread: the first one in silences them, the last one out restores what was."""
-
-    def __init__(self) -> None:
-        self.start()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.start)  # a lock that another thread held would never open again
-
-    def start(self) -> None:
-        self.lock, self.inside, self.before = threading.Lock(), 0, warnings.catch_warnings()
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.inside += 1
-            if self.inside == 1:
-                self.before = warnings.catch_warnings()
-                self.before.__enter__()
-                warnings.filterwarnings("ignore", module="PIL")
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.inside -= 1
-            if self.inside == 0:
-                self.before.__exit__(None, None, None)
-
-
-_quiet = _Quiet()

@@ -71,11 +71,8 @@ def shares(
     return torch.where(cut[:, None, None, None], box.to(torch.float32), mean[:, None, None, None]), mean
 
 
-def mix(images: Tensor, targets: Tensor, share: Tensor, mean: Tensor, mode: str, good: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Images and targets mixed; `share` and `mean` are of pairs, or of the batch. An image that is not good takes no part."""
+def mix(images: Tensor, targets: Tensor, share: Tensor, mean: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    """Images and targets mixed; `share` and `mean` are of pairs, or of the batch."""
     if mode == "pair":
         share, mean = share.repeat_interleave(2, 0), mean.repeat_interleave(2, 0)
-    if good is not None:
-        both = good * partner(good, mode)
-        share, mean = share * both[:, None, None, None], mean * both
     return torch.lerp(images, partner(images, mode), share), torch.lerp(targets, partner(targets, mode), mean[:, None])

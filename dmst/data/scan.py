@@ -1,13 +1,12 @@
 """Every image of a set is decoded once before a run begins: a bad file is named now, not in the ninth hour.
 
     scan(image_set, on_bad="fail")      nothing is bad, or one BadImageError lists what is
-    scan(image_set, on_bad="skip")      the indices that do not count in the loss: at most 0.1 % of the set (or one image)
+    scan(image_set, on_bad="skip")      the indices that are left out: at most 0.1 % of the set (or one image)
     scan_all({"train": ..., "eval": ...})   the same for several sets: one error lists the bad images of all of them
 
 It also hashes the content of every file: names and sizes do not tell when two class folders were exchanged. The result is kept
 in `cache`, a JSON file, by the fingerprint of the set and the version of Pillow, for as long as no file has another size, time
-or place on the disk, so that a run that resumes does not look again and leaves out the same images. A worker that dies is an
-error that names the image it was at.
+or place on the disk, so that a run that resumes does not look again and leaves out the same images.
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +31,7 @@ from dmst.errors import BadImageError, choose
 SHARE = 1000  # one image in so many may be bad
 LISTED = 200
 STRETCH = 64  # images that a worker is asked for at a time
-STALLED = 900  # seconds without an answer
 Bad = dict[int, str]  # by index, the reason
-Answer = tuple[range, Bad, bytes]  # of a stretch; the bytes are a hash of each image
 
 
 class Scanned(NamedTuple):
@@ -91,117 +90,65 @@ def look(
 
 def _look(image_set: ImageSet, workers: int, tick: Callable[[int, int], None]) -> Scanned:
     bad: Bad = {}
-    hashes: dict[int, bytes] = {}
-    total, done = len(image_set), 0
+    marks: list[bytes] = []
+    total = len(image_set)
     stretches = [range(start, min(start + STRETCH, total)) for start in range(0, total, STRETCH)]
-    workers = min(workers, len(stretches))
-    each = _side_by_side(image_set, stretches, workers) if workers else (_answer(image_set, x) for x in stretches)
-    for stretch, found, marks in each:
-        bad |= found
-        hashes[stretch.start] = marks
-        done += len(stretch)
-        tick(done, total)
-    return Scanned(dict(sorted(bad.items())), digest(*(hashes[start] for start in sorted(hashes))))
+
+    def gather(answers: Iterable[tuple[Bad, bytes]]) -> Scanned:
+        for stretch, (found, hashes) in zip(stretches, answers, strict=True):
+            bad.update(found)
+            marks.append(hashes)
+            tick(stretch.stop, total)
+        return Scanned(bad, digest(*marks))
+
+    if not workers:
+        return gather(_answer(image_set, stretch) for stretch in stretches)
+    spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may never wake up
+    with ProcessPoolExecutor(min(workers, len(stretches)), spawn, _begin, (image_set, os.getpid())) as pool:
+        try:
+            return gather(pool.map(_work, stretches))
+        except BrokenProcessPool as error:
+            at = stretches[len(marks)]
+            raise BadImageError(
+                f"{image_set.where(at.start)} or one of the {workers * STRETCH} after it",
+                "the process that decoded it died. Mostly memory ran out: use fewer workers, or workers=0, which stops at the "
+                'file. (A script that starts workers keeps its own code under if __name__ == "__main__":.)',
+            ) from error
 
 
-def _answer(image_set: ImageSet, stretch: range, at: Any = None) -> Answer:
-    """What is bad in a stretch, and a hash of each image; `at` is told which image comes next."""
+def _begin(image_set: ImageSet, parent: int) -> None:
+    """In a worker process: the set, sent once."""
+    global _theirs
+    _theirs = image_set
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+
+
+def end_with(parent: int) -> None:
+    """End this process soon after its parent: one that was killed could not do it."""
+    while os.getppid() == parent:
+        threading.Event().wait(1.0)
+    os._exit(1)
+
+
+def _work(stretch: range) -> tuple[Bad, bytes]:
+    return _answer(_theirs, stretch)
+
+
+def _answer(image_set: ImageSet, stretch: range) -> tuple[Bad, bytes]:
+    """What is bad in a stretch, and a hash of each image that is not."""
     bad: Bad = {}
     marks = []
     for index in stretch:
-        if at is not None:
-            at.value = index
-        if reason := _reason(image_set, index):
-            bad[index] = reason
-        marks.append(b"" if reason else _hash(image_set.source(index)))
-    return stretch, bad, b"".join(marks)
-
-
-def _hash(source: bytes | Path) -> bytes:
-    raw = source if isinstance(source, bytes) else source.read_bytes()
-    return hashlib.blake2b(raw, digest_size=16).digest()
-
-
-def _reason(image_set: ImageSet, index: int) -> str:
-    """Why this image is bad; nothing, if it is not."""
-    try:
-        image_set.read(index)
-    except BadImageError as error:
-        return error.reason or str(error)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-# --- in other processes -----------------------------------------------------------------------------------------------
-
-
-def _side_by_side(image_set: ImageSet, stretches: list[range], workers: int) -> Iterator[Answer]:
-    """In fresh processes, not in forks of this one: a fork of a process with threads may never wake up."""
-    context = multiprocessing.get_context("spawn")
-    left = iter(stretches)
-    staff: dict[Any, tuple[Any, Any]] = {}  # by its pipe, a worker and the number of the image it is at
-    try:
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            at = context.RawValue("q", -1)
-            worker = context.Process(target=_work, args=(image_set, theirs, at), daemon=True)
-            worker.start()
-            theirs.close()  # so that its end is seen when it dies
-            staff[ours] = worker, at
-            with suppress(OSError):
-                ours.send(next(left))
-        while staff:
-            ready: list[Any] = wait(list(staff), STALLED)
-            if not ready:
-                raise _stall(image_set, [at.value for _, at in staff.values()])
-            for pipe in ready:
-                worker, at = staff[pipe]
-                try:
-                    answer, stretch = pipe.recv(), next(left, None)
-                    pipe.send(stretch)
-                except (EOFError, OSError):
-                    worker.join()
-                    raise _death(image_set, at.value, worker.exitcode) from None
-                if stretch is None:
-                    worker.join()
-                    staff.pop(pipe)
-                    pipe.close()
-                yield answer
-    finally:
-        for pipe, (worker, _) in staff.items():
-            worker.kill()
-            worker.join()
-            pipe.close()
-
-
-def _work(image_set: ImageSet, pipe: Connection, at: Any) -> None:
-    """A worker: stretches in, bad images out, until there is nothing more, or nobody."""
-    with suppress(EOFError, OSError, KeyboardInterrupt):
-        while (stretch := pipe.recv()) is not None:
-            pipe.send(_answer(image_set, stretch, at))
-
-
-def _death(image_set: ImageSet, index: int, status: int | None) -> BadImageError:
-    if index < 0:
-        return BadImageError(
-            str(image_set),
-            f"a worker process ended before it began (status {status}): put the code of your script under "
-            'if __name__ == "__main__":, or use workers=0',
-        )
-    how = f"was killed by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
-    return BadImageError(
-        image_set.where(index),
-        f"the process that decoded it {how}. Signal 9 usually means that memory ran out: use fewer workers, or check this file",
-    )
-
-
-def _stall(image_set: ImageSet, at: list[int]) -> BadImageError:
-    names = ", ".join(image_set.where(max(index, 0)) for index in at)
-    return BadImageError(names, f"no image was decoded for {STALLED:,} seconds: check these files and their disk")
-
-
-# --- what is told and kept --------------------------------------------------------------------------------------------
+        try:
+            image_set.read(index)
+            source = image_set.source(index)
+            raw = source if isinstance(source, bytes) else source.read_bytes()
+            marks.append(hashlib.blake2b(raw, digest_size=16).digest())
+        except BadImageError as error:
+            bad[index] = error.reason or str(error)
+        except Exception as error:
+            bad[index] = f"{type(error).__name__}: {error}"
+    return bad, b"".join(marks)
 
 
 def _refusal(image_set: ImageSet, bad: Bad, on_bad: str, most: int) -> BadImageError:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from dmst.data import chance
 from dmst.data.augment import Augment
 from dmst.data.batch import View
+from dmst.data.scan import end_with
 from dmst.data.sets import ImageSet
 from dmst.data.transforms import eval_image, train_image
 from dmst.errors import BadImageError, DmstError
@@ -36,23 +37,12 @@ class Unreadable(NamedTuple):
 class Samples(Dataset):
     """Samples by (epoch, sample); without `augment`, for evaluation."""
 
-    def __init__(
-        self,
-        image_set: ImageSet,
-        view: View,
-        bad: frozenset[int],
-        augment: Augment | None = None,
-        transform: Callable[[Any], Any] | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.image_set, self.view, self.bad = image_set, view, bad
-        self.augment, self.transform, self.seed = augment, transform, seed
+    def __init__(self, image_set: ImageSet, view: View, augment: Augment | None = None, seed: int = 0) -> None:
+        self.image_set, self.view, self.augment, self.seed = image_set, view, augment, seed
 
     def __getitem__(self, key: Key) -> Tensor | Unreadable:
         epoch, sample = key
         index = sample % chance.COPY
-        if index in self.bad:
-            return torch.zeros(self.view.channels, self.view.size, self.view.size, dtype=torch.uint8)
         try:
             array = self.image_set.read(index)
         except BadImageError as error:
@@ -62,7 +52,7 @@ class Samples(Dataset):
             return Unreadable(self.image_set.where(index), reason)
         if self.augment is None:
             return eval_image(array, self.view)
-        return train_image(array, self.view, self.augment, self.transform, self.seed, epoch, sample)
+        return train_image(array, self.view, self.augment, self.seed, epoch, sample)
 
 
 def collate(found: list[Tensor | Unreadable]) -> Tensor | list[Unreadable]:
@@ -76,13 +66,7 @@ def _apart(worker: int, parent: int) -> None:
     It ends with its parent. torch's own look-out takes whoever is the parent when it begins, and a kill may come before that.
     """
     os.setpgid(0, 0)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        threading.Event().wait(1.0)
-    os._exit(1)
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
 
 
 def read(samples: Samples, keys: Any, workers: int, device: torch.device) -> Iterator[Tensor]:

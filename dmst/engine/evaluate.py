@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,9 +50,7 @@ def precision(amp: str, device: torch.device) -> AbstractContextManager[Any]:
 
 
 @torch.no_grad()
-def evaluate(
-    model: VisionModel, stream: EvalStream, group: Group, *, amp: str = "none", tick: Callable[[int], None] = lambda count: None
-) -> Score:
+def evaluate(model: VisionModel, stream: EvalStream, group: Group, *, amp: str = "none") -> Score:
     """The score of `model`, in evaluation mode, on all that the processes' streams give."""
     was, classes = model.training, len(stream.image_set.classes)
     model.eval()
@@ -67,7 +64,6 @@ def evaluate(
             with precision(amp, device):
                 logits = model(batch.images.to(dtype)).to(torch.promote_types(dtype, torch.float32))
             counts, loss, sound = _add(counts, loss, sound, logits, batch.labels, batch.weight)
-            tick(len(batch.labels))
     finally:
         model.train(was)
     counts, loss = group.sum(counts), group.sum(loss)
@@ -89,7 +85,6 @@ def evaluate_weights(
     batch_size: int = 256,
     amp: str = "none",
     crop_pct: float = 0.0,
-    tick: Callable[[int], None] = lambda count: None,
 ) -> tuple[Score, ImageSet]:
     """The score of a saved model, or of the one in final/ of a run, on a split of a dataset; and that split.
 
@@ -118,7 +113,7 @@ def evaluate_weights(
         size = min(batch_size, len(image_set))
         shard = Shard(group.rank, group.world)
         stream = EvalStream(image_set, view, batch_size=size, shard=shard, device=group.device, workers=workers)
-        return evaluate(model, stream, group, amp=amp, tick=tick), image_set
+        return evaluate(model, stream, group, amp=amp), image_set
 
 
 def _add(counts: Tensor, loss: Tensor, sound: Tensor, logits: Tensor, labels: Tensor, weight: Tensor) -> tuple[Tensor, ...]:

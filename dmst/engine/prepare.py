@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +14,12 @@ import torch
 
 from dmst import atomic
 from dmst.data import catalog, chance
-from dmst.data.loader import View
+from dmst.data.loader import Shard, TrainStream, View
 from dmst.data.scan import Scanned, scan_all
 from dmst.data.scan import look as look_at
 from dmst.data.sets import ImageSet, split_off, subset
 from dmst.engine import journal
+from dmst.engine.distributed import Group
 from dmst.engine.folder import RunFolder
 from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
@@ -48,10 +49,18 @@ class Sets:
         return [each.where(i) for each, bad in pairs if each is not None for i in sorted(bad)]
 
     @property
+    def good_train(self) -> ImageSet:
+        """What is learnt from: all but the bad images."""
+        return _without(self.train, self.bad_train)
+
+    @property
+    def good_eval(self) -> ImageSet | None:
+        return None if self.eval is None else _without(self.eval, self.bad_eval)
+
+    @property
     def channels(self) -> int:
         """Of the first image that can be read."""
-        first = next((i for i in range(len(self.train)) if i not in self.bad_train), None)
-        return 1 if first is None else self.train.read(first).shape[2]
+        return self.good_train.read(0).shape[2]
 
     @property
     def content(self) -> str:
@@ -65,13 +74,16 @@ class Sets:
         return hashlib.sha256("\n".join(both).encode()).hexdigest()
 
 
+def _without(images: ImageSet, bad: Container[int]) -> ImageSet:
+    return subset(images, [i for i in range(len(images)) if i not in bad]) if bad else images
+
+
 def open_sets(
     recipe: Recipe,
     *,
     data_dir: str | Path | None = None,
     workers: int = 0,
     cache: RunFolder | None = None,
-    tick: Callable[[int, int], None] | None = None,
     look: bool = True,
 ) -> Sets:
     """The sets of a recipe, each image looked at once if it says so (`cache` remembers that), unless another process does."""
@@ -95,7 +107,7 @@ def open_sets(
     both = {"train": train} | ({} if held is None else {"eval": held})
     caches = {name: None if cache is None else cache.path / f"scan-{name}.json" for name in both}
     write = atomic.write_text if cache is None else cache.write_text
-    found = scan_all(both, workers=workers, on_bad=data.on_bad_image, caches=caches, tick=tick, write=write)
+    found = scan_all(both, workers=workers, on_bad=data.on_bad_image, caches=caches, write=write)
     (bad_train, content), (bad_eval, eval_content) = found["train"], found.get("eval", Scanned({}))
     return Sets(train, held, frozenset(bad_train), frozenset(bad_eval), content, eval_content)
 
@@ -142,9 +154,7 @@ def evaluated_by(run: str | Path | None, data_dir: str | Path | None = None) -> 
             f"{recipe.data.name} has changed since the run {run} began: some of the images evaluated now may have "
             "been learned from. Bring the images back, or name others: --data FOLDER."
         )
-    if bad:
-        images = subset(images, [i for i in range(len(images)) if i not in bad])
-    return Evaluated(images, recipe.data.crop_pct)
+    return Evaluated(_without(images, bad), recipe.data.crop_pct)
 
 
 def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> VisionModel:
@@ -193,6 +203,23 @@ def view_of(model: VisionModel, crop_pct: float = 0.0) -> View:
         tuple(told["std"]),
         crop_pct or told["crop_pct"],
         told["interpolation"],
+    )
+
+
+def train_stream(model: VisionModel, recipe: Recipe, sets: Sets, group: Group, workers: int = 0) -> TrainStream:
+    """The batches that a recipe trains on."""
+    run, on_gpu = recipe.run, group.device.type == "cuda"
+    return TrainStream(
+        sets.good_train,
+        view_of(model, recipe.data.crop_pct),
+        recipe.augment,
+        batch_size=run.batch_size,
+        seed=run.seed,
+        shard=Shard(group.rank, group.world, run.accumulate),
+        device=group.device,
+        path=recipe.data.path,
+        workers=workers,
+        compiled=run.compile or (run.graph and on_gpu),
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from dmst.data import chance
 from dmst.data.loader import EvalStream
 from dmst.data.sets import ImageSet, subset
+from dmst.data.transforms import mask_in_view
 from dmst.engine import prepare
 from dmst.engine.classify import Photo
 from dmst.errors import OptionError
@@ -28,30 +29,44 @@ from dmst.photos import PHOTOS, photo
 
 @dataclass(frozen=True)
 class Sample:
-    """Batches of images as the network takes them, with their labels; None where there are no labels of its classes."""
+    """Batches of images as the network takes them, one in memory at a time, from the start again whenever asked."""
 
-    name: str  # for titles: "cifar10 test, near-lossless JPEG train, 1,000 of 10,000 images by hash"
-    count: int
-    batches: Sequence[tuple[Tensor, Tensor | None]] | _Streamed
-    titles: tuple[str, ...] = ()  # of photos: what each is called
-    fingerprint: str = ""  # of the images themselves, before the network's size and normalisation
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        return iter(self.batches)
-
-
-@dataclass(frozen=True)
-class _Streamed:
-    """One batch in memory at a time, from the start again whenever asked."""
-
+    name: str  # for titles: "cifar10 test, 1,000 of 10,000 images by hash"
     stream: EvalStream
-    labelled: bool
     dtype: torch.dtype
+    labelled: bool = False  # whether the labels are those of the network's classes
+    titles: tuple[str, ...] = ()  # of photos: what each is called
+
+    @property
+    def count(self) -> int:
+        return len(self.stream.image_set)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the images themselves, before the network's size and normalisation."""
+        return self.stream.image_set.fingerprint
+
+    @property
+    def has_masks(self) -> bool:
+        return self.stream.image_set.masks(0) is not None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """(images, labels); None where there are no labels of the network's classes."""
         for batch in self.stream:
             counted = batch.weight > 0
             yield batch.images[counted].to(self.dtype), batch.labels[counted] if self.labelled else None
+
+    def masked(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(images (b, c, size, size), masks (b, size, size) uint8)."""
+        if not self.has_masks:
+            raise OptionError(f"{self.name}: there are no masks. Oxford-IIIT Pets has some: --data pets.")
+        for batch in self.stream:
+            counted = batch.weight > 0
+            masks = [self.stream.image_set.masks(i) for i in batch.index[counted.cpu()].tolist()]
+            yield (
+                batch.images[counted],
+                torch.stack([mask_in_view(mask, self.stream.view) for mask in masks if mask is not None]),
+            )
 
 
 def sample(
@@ -73,32 +88,37 @@ def sample(
         raise OptionError(f"{data} and photos: name a dataset, or photos, not both.")
     config, dtype = model.config, next(model.parameters()).dtype
     held, crop_pct = (None if data or photos else prepare.evaluated_by(run, data_dir)) or (None, 0.0)
+
+    def stream(images: ImageSet) -> EvalStream:
+        return EvalStream(images, prepare.view_of(model, crop_pct), batch_size=min(batch_size, len(images)), device=device)
+
     if photos:
-        words = "1 photo" if len(photos) == 1 else f"{len(photos)} photos"
-        return _photos(model, [Path(path) for path in photos], words, batch_size, device)
-    if not data and held is None:
-        if (config.in_chans, config.img_size) != (1, (8, 8)):
-            names = list(PHOTOS)[:limit]
-            words = f"the photographs that ship ({', '.join(names)})"
-            return _photos(model, [photo(name) for name in names], words, batch_size, device)
-        data = "digits"
-    image_set: ImageSet = prepare.images_of(data or "", split, data_dir) if held is None else held
-    name = f"{image_set}: "
-    if limit < len(image_set):
-        places = chance.permutation("sample", 0, 0, len(image_set))[:limit]
-        name += f"{limit:,} of {len(image_set):,} images by hash"
-        image_set = subset(image_set, np.sort(places.numpy()))
-    else:
-        name += f"{len(image_set):,} images"
-    stream = EvalStream(image_set, prepare.view_of(model, crop_pct), batch_size=min(batch_size, len(image_set)), device=device)
-    same = tuple(image_set.classes) == tuple(model.class_names or image_set.classes)
-    batches = _Streamed(stream, same and len(image_set.classes) == config.num_classes, dtype)
-    return Sample(name, len(image_set), batches, fingerprint=image_set.fingerprint)
+        name = "1 photo" if len(photos) == 1 else f"{len(photos)} photos"
+    elif not data and held is None and (config.in_chans, config.img_size) != (1, (8, 8)):
+        names = list(PHOTOS)[:limit]
+        name, photos = f"the photographs that ship ({', '.join(names)})", [photo(each) for each in names]
+    if photos:
+        given = _Photos([Photo(Path(path), max(config.num_classes, 1), config.in_chans) for path in photos])
+        return Sample(name, stream(given), dtype, titles=tuple(Path(path).stem for path in photos))
+    images = prepare.images_of(data or "digits", split, data_dir) if held is None else held
+    name = f"{images}: {len(images):,} images"
+    if limit < len(images):
+        places = chance.permutation("sample", 0, 0, len(images))[:limit]
+        name = f"{images}: {limit:,} of {len(images):,} images by hash"
+        images = subset(images, np.sort(places.numpy()))
+    same = tuple(images.classes) == tuple(model.class_names or images.classes)
+    return Sample(name, stream(images), dtype, same and len(images.classes) == config.num_classes)
 
 
-def _photos(model: VisionModel, paths: Sequence[Path], name: str, batch_size: int, device: torch.device | str) -> Sample:
-    """Each as the network sees it; they have no labels."""
-    config, dtype, view = model.config, next(model.parameters()).dtype, prepare.view_of(model)
-    given = [Photo(path, max(config.num_classes, 1), config.in_chans) for path in paths]
-    images = torch.cat([next(iter(EvalStream(each, view, batch_size=1, device=device))).images.to(dtype) for each in given])
-    return Sample(name, len(given), [(some, None) for some in images.split(batch_size)], tuple(path.stem for path in paths))
+class _Photos(ImageSet):
+    """Photos as a set; they have no labels."""
+
+    def __init__(self, photos: Sequence[Photo]) -> None:
+        self.photos = photos
+        super().__init__("photos", "given", photos[0].classes, np.zeros(len(photos), np.int64), fingerprint="")
+
+    def read(self, index: int) -> np.ndarray:
+        return self.photos[index].read(0)
+
+    def where(self, index: int) -> str:
+        return self.photos[index].where(0)

@@ -23,10 +23,8 @@ from dmst.engine.recipe import Recipe
 from dmst.models import VisionModel, shipped
 from dmst.words import short, visible
 
-HOUR = 3600.0
 SHOWN = 12  # classes that are named
 TIMED = 8  # images of the step that is timed on a CPU
-LOOKED_AT = 9  # images whose size is looked at
 BY_SIZE = {32: "87.7 %", 64: "90.1 %"}  # results/finetune.md
 
 
@@ -34,7 +32,8 @@ def summary(
     model: VisionModel, sets: Sets, stream: TrainStream, recipe: Recipe, *, steps: int, done: int, processes: int
 ) -> str:
     """The block; `done` of `steps` lie behind a run that goes on."""
-    began, few = time.perf_counter(), _few(sets)
+    began, images = time.perf_counter(), sets.good_train
+    few = [images.read(int(i)).shape[:2] for i in np.linspace(0, len(images) - 1, 9)]
     per_read = (time.perf_counter() - began) / len(few)
     parameters = sum(p.numel() for p in model.parameters())
     rows = {
@@ -62,12 +61,6 @@ def _start(recipe: Recipe) -> str:
         found = shipped.measurement(where)
         known = f", which ships with this package ({found.top1:.2%} right on {found.data.partition(' (')[0]})"
     return f"the weights of {visible(where)}{known}\nThe classifier is new, unless the classes are the same"
-
-
-def _few(sets: Sets) -> list[tuple[int, ...]]:
-    """Height and width of a few images, read as a step reads them."""
-    good = [i for i in range(len(sets.train)) if i not in sets.bad_train]
-    return [sets.train.read(good[i]).shape[:2] for i in np.linspace(0, len(good) - 1, LOOKED_AT).astype(int)]
 
 
 def _images(few: list[tuple[int, ...]], view: View, recipe: Recipe) -> str:
@@ -121,17 +114,13 @@ def _time(
     checked = 0 if sets.eval is None else len(sets.eval) * (epochs // recipe.run.eval_every)
     seconds = seconds_per_image(model, stream.view) * (learned + checked / 3)
     if stream.path == "workers":  # every image is read anew in every epoch
-        reading = per_read * (learned + checked)
-        seconds = max(seconds, reading / stream.workers) if stream.workers else seconds + reading
+        seconds += per_read * (learned + checked) / max(stream.workers, 1)
     told = f"about {in_words(seconds)}: {told}"
-    if seconds < HOUR or done:  # a run that goes on keeps its recipe
+    if seconds < 3600 or done:  # a run that goes on keeps its recipe
         return told
-    shorter = (
-        [f"--epochs {epochs // 4}"] * (epochs > 3)
-        + [f"--size {stream.view.size // 2}"] * (stream.view.size >= 64)
-        + ["fewer images"]
-    )
-    return f"{told}\nThat is long for a CPU. Shorter: {', or '.join(shorter)}; a GPU takes minutes."
+    size = f", or --size {stream.view.size // 2}" if stream.view.size >= 64 else ""
+    shorter = f"--epochs {max(epochs // 4, 1)}{size}, or fewer images"
+    return f"{told}\nThat is long for a CPU. Shorter: {shorter}; a GPU takes minutes."
 
 
 def seconds_per_image(model: VisionModel, view: View) -> float:
@@ -148,9 +137,8 @@ def seconds_per_image(model: VisionModel, view: View) -> float:
 
 
 def in_words(seconds: float) -> str:
-    """ "20 seconds", "14 minutes", "5 hours": as exact as it is known."""
-    for unit, size in (("hour", HOUR), ("minute", 60.0)):
-        if seconds >= 2 * size or (unit == "hour" and seconds >= 0.95 * HOUR):
-            count = seconds / size
-            return f"{count:.1f} {unit}s" if count < 10 and unit == "hour" else f"{round(count)} {unit}s"
-    return f"{max(1, round(seconds))} second{'s' * (round(seconds) > 1)}"
+    """ "20 seconds", "14 minutes", "5 hours"."""
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(2, round(seconds))} seconds"

@@ -33,7 +33,7 @@ from torch import Tensor
 
 import dmst
 from dmst import atomic, provenance
-from dmst.data.loader import EvalStream, Shard, TrainStream
+from dmst.data.loader import EvalStream, Shard
 from dmst.engine import journal, prepare
 from dmst.engine.checkpoint import Snapshot
 from dmst.engine.console import Clock, Quiet
@@ -140,17 +140,13 @@ class _Loop:
             self.work = TrainStep(model, recipe, group)
             view = prepare.view_of(model, recipe.data.crop_pct)
             shared: dict[str, Any] = {"device": group.device, "path": recipe.data.path, "workers": workers}
-            self.stream = TrainStream(
-                self.sets.train, view, recipe.augment, batch_size=run.batch_size, seed=run.seed, bad=self.sets.bad_train,
-                shard=Shard(group.rank, group.world, run.accumulate), compiled=run.compile or self.work.recorded, **shared,
-            )  # fmt: skip
+            self.stream = prepare.train_stream(model, recipe, self.sets, group, workers)
             self.steps = recipe.schedule.epochs * self.stream.steps_per_epoch
             self.eval_stream = None
-            if self.sets.eval is not None:
+            if (held := self.sets.good_eval) is not None:
                 size = run.eval_batch_size or run.batch_size // run.accumulate // group.world
                 self.eval_stream = EvalStream(
-                    self.sets.eval, view, batch_size=min(size, len(self.sets.eval)), bad=self.sets.bad_eval,
-                    shard=Shard(group.rank, group.world), **shared,
+                    held, view, batch_size=min(size, len(held)), shard=Shard(group.rank, group.world), **shared
                 )  # fmt: skip
         self._resume(allow_change)
         if group.main:
@@ -319,7 +315,7 @@ class _Loop:
             step = self.step
             factor = lr_factor(step, self.steps, stream.steps_per_epoch, self.recipe.schedule, peak)
             try:
-                told = self.work.step(step, batches, stream.count(step), factor, partial(stream.indices, step))
+                told = self.work.step(step, batches, float(stream.batch_size), factor, partial(stream.indices, step))
             except DmstError as error:
                 self._save_before(error)
                 if self._stop and self.group.world == 1:  # a signal to all of a group ends the workers that read images too
@@ -327,7 +323,7 @@ class _Loop:
                 raise
             self.step += 1
             seconds = clock.lap()
-            self._note(told, stream.count(step))
+            self._note(told, float(stream.batch_size))
             epoch = self.step / stream.steps_per_epoch
             ends_epoch = self.step % stream.steps_per_epoch == 0
             values = {

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image, ImageEnhance
 from torch import Tensor
 
-from dmst.data import chance, color, erasing, geometry, mixing, transforms
+from dmst.data import chance, color, erasing, geometry, mixing
 from dmst.data.augment import Augment
 from dmst.data.rand_augment import DRAWS, NUMBER, OPERATIONS, Policy, operate, rand_augment, read_policy
 from dmst.errors import OptionError
@@ -74,16 +74,12 @@ def theirs() -> Any:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("flip", 1.1), ("flip", -0.1), ("flip", True), ("crop_padding", 2.0), ("mixup", math.nan), ("mixup_mode", "elem")),
-        *(("repeats", 0), ("interpolation", "nearest"), ("resized_crop", 2), ("aa", "augmix-m3"), ("aa", "rand-m11")),
-        *(
-            ("aa", "rand-m9-m8"),
-            ("aa", "rand-q3"),
-            ("aa", "rand-m9-inc2"),
-            ("aa", "rand-m9.5"),
-            ("aa", "rand m9"),
-            ("cutout", -1),
-        ),
+        ("flip", 1.1),
+        ("crop_padding", 2.0),
+        ("mixup", math.nan),
+        ("mixup_mode", "elem"),
+        ("aa", "rand-m11"),
+        ("aa", "rand-m9-m8"),
     ],
 )
 def test_what_no_augmentation_can_take(field: str, value: Any) -> None:
@@ -213,7 +209,12 @@ def test_resize_as_pillow_does(size: int, crop_pct: float, interpolation: str) -
 def test_operations_are_those_of_timm(name: str, increasing: bool, theirs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each at four magnitudes and both signs, on images with and without colour, against timm's functions of Pillow."""
     known = {n.replace("Increasing", "").replace("Rel", ""): n for n in theirs.rand_augment_choices("", increasing)}[name]
-    operation = transforms._posterize if name == "Posterize" else theirs.NAME_TO_OP[known]  # timm's knows no 0 bits
+    operation = theirs.NAME_TO_OP[known]
+    if name == "Posterize":  # Pillow refuses the 0 bits of magnitude 10
+
+        def operation(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+            return image.point([value & -(1 << (8 - bits)) for value in range(256)] * len(image.getbands()))
+
     moves = name in ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY")
     for magnitude in (0.0, 2.3, 9.0, 10.0):
         for negative in (False, True):
@@ -236,14 +237,6 @@ def test_operations_are_those_of_timm(name: str, increasing: bool, theirs: Any, 
                         assert apart.max() <= 1 and (apart > 0).float().mean() < 0.05
                 if magnitude == 9.0 and name not in ("Color", "AutoContrast", "Equalize"):
                     assert not torch.equal(out, x)
-
-
-def test_posterize_as_pillow_does_and_at_no_bits() -> None:
-    image = to_pillow(pictures(2)[1])
-    for bits in range(1, 9):
-        assert torch.equal(from_pillow(transforms._posterize(image, bits)), from_pillow(ImageOps.posterize(image, bits)))
-    assert not from_pillow(transforms._posterize(image, 0)).any()
-    assert transforms._posterize(image.convert("L"), 1).mode == "L"
 
 
 def test_cubic_moves_are_near_pillows(theirs: Any) -> None:
@@ -375,7 +368,7 @@ def test_pairs_are_mixed_as_said() -> None:
     tables = mixing.beta_quantiles(0.8), mixing.beta_quantiles(1.0)
     draws = mixing_draws(pairs)
     share, mean = mixing.shares(draws, *tables, 0.9, 0.5, h, w)
-    out, mixed = mixing.mix(images, targets, share, mean, "pair", None)
+    out, mixed = mixing.mix(images, targets, share, mean, "pair")
     kinds = set()
     for i in range(pairs):
         whether, which, at, down, across = draws[i].tolist()
@@ -408,7 +401,7 @@ def test_a_batch_is_mixed_with_itself_reversed() -> None:
     images, targets = torch.randn(6, 3, 8, 8), torch.eye(6)
     table = mixing.beta_quantiles(0.8)
     share, mean = mixing.shares(mixing_draws(1), table, None, 1.0, 0.5, 8, 8)
-    out, mixed = mixing.mix(images, targets, share, mean, "batch", None)
+    out, mixed = mixing.mix(images, targets, share, mean, "batch")
     lam = 1 - float(mean)
     assert 0 < lam < 1
     torch.testing.assert_close(out, lam * images + (1 - lam) * images.flip(0), atol=1e-6, rtol=1e-6)
@@ -424,16 +417,3 @@ def test_only_the_kind_that_is_set() -> None:
     share, mean = mixing.shares(draws, table, None, 1.0, 0.5, h, w)
     torch.testing.assert_close(mean, 1 - draws[:, 2], atol=1e-3, rtol=0)  # Beta(1, 1) is even
     assert (share == mean[:, None, None, None]).all()
-
-
-@pytest.mark.parametrize("mode", ["pair", "batch"])
-def test_a_bad_image_gives_nothing_away(mode: str) -> None:
-    images, targets = torch.randn(8, 3, 6, 6), torch.eye(8)
-    good = torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 1])
-    units = 4 if mode == "pair" else 1
-    share, mean = mixing.shares(mixing_draws(units), mixing.beta_quantiles(0.8), None, 1.0, 0.5, 6, 6)
-    out, mixed = mixing.mix(images, targets, share, mean, mode, good)
-    partner = 3 if mode == "pair" else 5
-    assert torch.equal(out[[2, partner]], images[[2, partner]]) and torch.equal(mixed[[2, partner]], targets[[2, partner]])
-    others = [i for i in range(8) if i not in (2, partner)]
-    assert all(not torch.equal(out[i], images[i]) and mixed[i].max() < 1 for i in others)

@@ -96,25 +96,6 @@ def test_permutation() -> None:
     assert ((places.mean(0) - 26).abs() < 4.5 * math.sqrt((53**2 - 1) / 12 / 1000)).all()  # no place favours an image
 
 
-def test_generator() -> None:
-    draws = {
-        parts: tuple(chance.generator(*parts).integers(0, 2**62, 3))
-        for parts in (
-            *(
-                ("a", 0, 0, 0),
-                ("b", 0, 0, 0),
-                ("a", 1, 0, 0),
-                ("a", 2**32, 0, 0),
-                ("a", 0, 1, 0),
-                ("a", 0, 0, 1),
-                ("a", 0, 0, 0, 1),
-            ),
-        )
-    }
-    assert len(set(draws.values())) == 7
-    assert draws["a", 0, 0, 0] == tuple(chance.generator("a", 0, 0, 0, copy=0).integers(0, 2**62, 3))
-
-
 def test_small_seed() -> None:
     told = [(1, 23), (12, 3), ("1", 23), ("1, 23",), (2**32 + 1, 23), ("a", "b"), ("ab",), ("a', 'b",)]
     seeds = [chance.small_seed(*parts) for parts in told]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import dmst
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
-from tests.cases import gradients
 
 SMALL = {"dim": 32, "depth": 3, "num_heads": 2}
 GRID = (3, 2)
@@ -53,22 +52,6 @@ def test_forward(name: str) -> None:
 
 
 @one_of_each
-def test_gradient_checkpointing_takes_every_block_twice_and_changes_no_gradient(name: str) -> None:
-    model = create(name).train()
-    x, grad, calls = images(model), torch.randn(2, model.num_classes), []
-    for block in [*model.blocks, *model.class_blocks]:
-        block.register_forward_pre_hook(lambda *_: calls.append(1))  # the second time stops where nothing more is needed
-    wanted = gradients(model, x, grad)
-    once = len(calls)
-    model.set_grad_checkpointing()
-    found = gradients(model, x, grad)
-    assert once == len(model.blocks) + len(model.class_blocks) and len(calls) == 3 * once
-    assert wanted.keys() == found.keys()
-    for key, gradient in wanted.items():
-        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5)
-
-
-@every_model
 def test_backward_reaches_every_parameter(name: str) -> None:
     model = create(name, num_classes=42).train()
     logits = model(images(model))
@@ -78,7 +61,7 @@ def test_backward_reaches_every_parameter(name: str) -> None:
     assert sum(x.grad.numel() for x in reached) == sum(x.numel() for x in model.parameters())
 
 
-@every_model
+@one_of_each
 def test_default_configuration(name: str) -> None:
     model = create(name).eval()
     cfg, x, dim = model.default_cfg, images(model), SMALL["dim"]
@@ -105,7 +88,7 @@ def test_default_configuration(name: str) -> None:
     assert type(headless.get_classifier()) is nn.Identity and headless(x).shape == (2, dim)
 
 
-@every_model
+@one_of_each
 def test_intermediates(name: str) -> None:
     model = create(name).eval()
     x, depth, config = images(model), SMALL["depth"], model.config
@@ -130,7 +113,7 @@ def test_intermediates(name: str) -> None:
         assert torch.equal(normed, final[:, config.prefix :])
 
 
-@every_model
+@one_of_each
 def test_prefix_tokens_are_those_inside_the_blocks(name: str) -> None:
     """As timm counts them, and a DPT on top of it. A class token that joins after the blocks is in `forward_features` alone."""
     model, cells, seen = create(name).eval(), GRID[0] * GRID[1], []
@@ -143,7 +126,7 @@ def test_prefix_tokens_are_those_inside_the_blocks(name: str) -> None:
         assert (before.shape[1], tokens.shape[1]) == (prefix, cells)
 
 
-@every_model
+@one_of_each
 def test_intermediates_stop_early_and_pruned(name: str) -> None:
     model, calls = create(name).eval(), []
     x = images(model)
@@ -158,7 +141,7 @@ def test_intermediates_stop_early_and_pruned(name: str) -> None:
     assert all(map(torch.equal, wanted, model.forward_intermediates(x, [0, 1], intermediates_only=True)))
 
 
-@every_model
+@one_of_each
 def test_channels_device_and_dtype(name: str) -> None:
     model = create(name, in_chans=5, dtype=torch.bfloat16).eval()
     assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
@@ -168,7 +151,7 @@ def test_channels_device_and_dtype(name: str) -> None:
     assert {x.device.type for x in model.state_dict().values()} == {"meta"}
 
 
-@every_model
+@one_of_each
 def test_groups_by_depth(name: str) -> None:
     """One pattern for every parameter; those without come last."""
     model = create(name)

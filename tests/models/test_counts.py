@@ -5,15 +5,13 @@ Each row says which classifier it counts (`classes`; 0 is none). Where a count i
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from dmst.models import VisionModel, create_model, list_models, model_config
+from dmst.models import create_model, list_models, model_config
 
 SIZES = ("tiny", "small", "medium", "large")
 
@@ -47,17 +45,14 @@ TABLE: dict[tuple[str, int], tuple[int, ...]] = {
     ("large", 10): (159_525_610, 159_820_138, 187_873_642, 187_874_026, 159_525_226, 145_645_930),
     ("large", 1000): (160_286_920, 160_581_448, 188_634_952, 188_635_336, 160_286_536, 146_407_240),
 }
-CELLS = [
-    pytest.param(size, classes, column, expected, id=f"{size}-{classes}-{column}")
-    for (size, classes), row in TABLE.items()
-    for column, expected in zip(COLUMNS, row, strict=True)
-]
 
 
-@pytest.mark.parametrize(("size", "classes", "column", "expected"), CELLS)
-def test_operators_on_one_skeleton(size: str, classes: int, column: str, expected: int) -> None:
-    options = COLUMNS[column] | {"num_classes": classes}
-    assert count(f"tost_{size}", **options) == count(f"dmst_{size}", **options) == expected
+@pytest.mark.parametrize(("size", "classes"), TABLE)
+def test_operators_on_one_skeleton(size: str, classes: int) -> None:
+    for options, expected in zip(COLUMNS.values(), TABLE[size, classes], strict=True):
+        assert count(f"tost_{size}", num_classes=classes, **options) == expected
+    for operator in ("tpusa", "tpsusa", "gated_channel"):  # which count as DMSA
+        assert count(f"tost_{size}", num_classes=classes, operator=operator) == TABLE[size, classes][1]
 
 
 @pytest.mark.parametrize(
@@ -87,28 +82,19 @@ def test_the_named_models_are_those_of_the_table() -> None:
         assert (count(f"tost_{size}_patch16_224"), count(f"dmst_{size}_patch16_224")) == (tssa, dmsa)
 
 
-@pytest.mark.parametrize("operator", ["tpusa", "tpsusa", "gated_channel"])
-@pytest.mark.parametrize("size", SIZES)
-def test_the_variants_count_as_dmsa(size: str, operator: str) -> None:
-    """1000 and 10 classes."""
-    for classes in (1000, 10):
-        assert count(f"dmst_{size}", operator=operator, num_classes=classes) == TABLE[size, classes][1]
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("classes", [10, 1000])
-def test_differences_by_rule(size: str, classes: int) -> None:
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_differences_by_rule(size: str) -> None:
     """What one operator has and another has not, from d, k and depth alone."""
     config = model_config(f"dmst_{size}")
     d, k, depth = config.dim, config.num_heads, config.depth
-    found = {name: count(f"dmst_{size}", num_classes=classes, **options) for name, options in COLUMNS.items()}
+    found = {name: count(f"dmst_{size}", num_classes=10, **options) for name, options in COLUMNS.items()}
     assert found["dmsa"] - found["tssa"] == depth * (d * k - k)  # assign added, temperature removed
     assert found["tssa"] - found["mssa"] == depth * k  # the temperature
     assert found["xca"] - found["mhsa"] == depth * k
     assert found["mhsa"] - found["mssa"] == depth * 2 * (d * d + d)  # three projections instead of one
     assert found["dmsa"] - found["dmsa equation"] == depth * (d * d + d)  # the output, weight and bias
-    assert count(f"dmst_{size}", num_classes=classes, qkv_bias=False) == found["dmsa"] - (depth + 2 * 3) * d
-    assert count(f"dmst_{size}", num_classes=classes, layer_scale=None) == found["dmsa"] - (depth + 2) * 2 * d
+    assert count(f"dmst_{size}", num_classes=10, qkv_bias=False) == found["dmsa"] - (depth + 2 * 3) * d
+    assert count(f"dmst_{size}", num_classes=10, layer_scale=None) == found["dmsa"] - (depth + 2) * 2 * d
 
 
 def test_the_differences_of_the_paper() -> None:
@@ -168,15 +154,6 @@ def test_the_other_readings_of_the_ablation() -> None:
     assert count("dmst_tiny", position="learned", **b) == 3_201_274 - 192
 
 
-def test_digits_models() -> None:
-    """10 classes, ours: 64 tokens of one pixel. stem + Fourier map + blocks + norm + classifier."""
-    d, k, depth, channels = 32, 4, 4, (1, 8, 16, 32)
-    stem = sum(9 * a * b + 2 * b for a, b in itertools.pairwise(channels))
-    block = 2 * (d * d + d) + d * k + 8 * d * d + 5 * d + 2 * 2 * d + 2 * d  # operator, mlp, two norms, two scales
-    assert count("dmst_digits") == stem + (64 * d + d) + depth * block + 2 * d + 10 * (d + 1) == 51_554
-    assert count("tost_digits") == 51_554 - depth * (d * k - k)
-
-
 # --- families of their own, 1000 classes -----------------------------------------------------------------------------
 
 
@@ -211,22 +188,3 @@ def test_only_parameters_and_batch_norm_are_stored(name: str) -> None:
     token = 0 if model.cls_token is None else model.config.dim
     assert sum(map(parameters, parts)) + token == parameters(model)
     assert (model.cls_token is None) == (model.config.readout == "mean")
-
-
-@pytest.mark.parametrize("name", list_models())
-def test_no_parameter_is_dead(name: str) -> None:
-    """The named model made narrow: a random loss moves every one of its parameters."""
-    model = awake(create_model(name, dim=24, depth=2, num_heads=3, img_size=2 * model_config(name).patch_size))
-    logits = model(torch.randn(3, model.config.in_chans, *model.config.img_size))  # type: ignore[misc]
-    (logits * torch.randn_like(logits)).sum().backward()
-    for key, x in model.named_parameters():
-        assert x.grad is not None and x.grad.abs().sum() > 0, key
-
-
-def awake(model: VisionModel) -> VisionModel:
-    """Weights at which every path carries something: at the published start a LayerScale of 1e-5 hides half of them."""
-    with torch.no_grad():
-        for key, x in model.named_parameters():
-            if key.endswith("scale"):
-                x.fill_(0.5)
-    return model

@@ -14,7 +14,7 @@ from torch.fx import symbolic_trace
 
 from dmst.errors import OptionError, ShapeError
 from dmst.models import create_model
-from dmst.operators import DMSA, OPERATORS, Operator, create
+from dmst.operators import DMSA, create
 from tests.cases import VARIANTS, label, tokens
 from tests.cases import build as build_operator
 from tests.networks import DROPS, SMALL, build, every, images, some
@@ -49,13 +49,6 @@ def test_a_symbolic_graph_refuses_what_the_network_refuses() -> None:
         graph(torch.zeros(2, 3, 32, 48, dtype=torch.uint8))
 
 
-def test_a_graph_of_a_checkpointed_network_is_traced() -> None:
-    model = build(("dmst_tiny", {})).eval()
-    model.set_grad_checkpointing()
-    x = images()
-    assert torch.equal(symbolic_trace(model)(x), model(x))
-
-
 @pytest.mark.parametrize("case", VARIANTS, ids=label)
 def test_an_operator_is_one_node_of_any_network(case: tuple) -> None:
     network = nn.Sequential(nn.LayerNorm(24, dtype=torch.float64), build_operator(*case)).eval()
@@ -73,22 +66,6 @@ class Gridded(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         return self.operator(z=self.norm(z), grid=(3, 4))
-
-
-def test_an_operator_of_your_own_is_one_node_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class MeanPull(Operator):
-        def __init__(self, dim: int, num_heads: int, *, bias: bool, proj_drop: float, **factory: Any) -> None:
-            super().__init__(dim, num_heads)
-            self.rate_of = nn.Linear(dim, 1, bias=bias, **factory)
-
-        def forward(self, z: Tensor, *, grid: Any = None) -> Tensor:
-            self.check(z)
-            return (z.mean(1, keepdim=True) - z) * self.rate_of(z) if z.shape[1] > 1 else z
-
-    monkeypatch.setitem(OPERATORS, "mean_pull", MeanPull)
-    model = create_model("vit_tiny", **SMALL | {"operator": "mean_pull"}).eval()
-    x = torch.randn(2, 3, 32, 48)
-    assert torch.equal(symbolic_trace(model)(x), model(x))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import prune
 
 from dmst.errors import OptionError
-from dmst.models import ModelConfig, model_config
+from dmst.models import ModelConfig
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.feedforward import Ista, LocalStep, MlpStep
 from dmst.models.positions import FourierPosition, LearnedPosition
@@ -22,11 +21,8 @@ from dmst.models.stems import STEMS, ConvStem, ImageConv
 from tests.cases import relative
 from tests.networks import (
     F64,
-    GRID,
-    Case,
     build,
     images,
-    label,
 )
 
 # --- the pieces, against their equations -----------------------------------------------------------------------------
@@ -36,7 +32,7 @@ def config(**options: Any) -> ModelConfig:
     return ModelConfig(**{"dim": 24, "num_heads": 3, "img_size": (32, 48)} | options)
 
 
-@pytest.mark.parametrize("grid", [(2, 3), (5, 1), (1, 1), (7, 4)], ids=str)
+@pytest.mark.parametrize("grid", [(2, 3), (5, 1)], ids=str)
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_fourier_positions(grid: tuple[int, int], prefix: int) -> None:
     """The formula, feature by feature, for any grid with the same weights; a class token in front gets nothing."""
@@ -56,13 +52,6 @@ def test_fourier_positions(grid: tuple[int, int], prefix: int) -> None:
             weight, bias = position.projection.weight[:, :, 0, 0], position.projection.bias
             wanted = weight @ torch.tensor(features, dtype=F64) + bias
             torch.testing.assert_close(added[:, prefix + r * columns + c], wanted.expand(2, -1), rtol=0, atol=1e-12)
-
-
-def test_fourier_positions_in_float32() -> None:
-    exact = FourierPosition(config(), dtype=F64)
-    z = torch.zeros(1, 14 * 14, 24)
-    found = copy.deepcopy(exact).float()(z, (14, 14))
-    torch.testing.assert_close(found.double(), exact(z.double(), (14, 14)), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("readout", ["token", "class_attention"])
@@ -195,38 +184,6 @@ def test_class_attention() -> None:
         torch.testing.assert_close(found[i, 1:], 2 * patches, rtol=1e-10, atol=1e-10)
 
 
-def joined(block: ClassAttentionBlock, x: Tensor) -> Tensor:
-    """Class attention as the lineage writes it: on one tensor (b, 1 + n, d), with a q of every token."""
-    u = block.norm1(x)
-    q, k, v = (y.unflatten(-1, (block.num_heads, -1)).transpose(1, 2) for y in block.qkv(u).chunk(3, -1))
-    seen = F.scaled_dot_product_attention(q[:, :, :1], k, v).transpose(1, 2).flatten(2)
-    x = block.norm2(block.attention_residual(x, torch.cat((block.out(seen), u[:, 1:]), 1)))
-    return torch.cat((block.residual(x[:, :1], block.mlp(x[:, :1])), 2 * x[:, 1:]), 1)
-
-
-@pytest.mark.parametrize("options", [{}, {"layer_scale": None}, {"qkv_bias": False}], ids=str)
-def test_class_attention_of_a_pair_is_that_of_the_joined_tokens(options: dict[str, Any]) -> None:
-    """Two blocks in a row: output and every gradient, whether the patches are read at the end or not."""
-    blocks = [ClassAttentionBlock(config(**options), dtype=F64) for _ in range(2)]
-    leaves = [x for block in blocks for x in block.parameters()]
-    with torch.no_grad():
-        for x in leaves:
-            x.add_(torch.randn_like(x), alpha=0.3)
-    cls, patches = torch.randn(2, 1, 24, dtype=F64, requires_grad=True), torch.randn(2, 6, 24, dtype=F64, requires_grad=True)
-    pair, whole = (cls, patches), torch.cat((cls, patches), 1)
-    for block in blocks:
-        pair, whole = block(*pair), joined(block, whole)
-    torch.testing.assert_close(torch.cat(pair, 1), whole, rtol=0, atol=1e-12)
-    grad = torch.randn_like(whole)
-    for read in (1, 7):
-        found, wanted = (
-            torch.autograd.grad((y * grad)[:, :read].sum(), [cls, patches, *leaves], retain_graph=True)
-            for y in (torch.cat(pair, 1), whole)
-        )
-        for ours, theirs in zip(found, wanted, strict=True):
-            assert relative(ours, theirs) < 1e-12
-
-
 @pytest.mark.parametrize(
     ("patch", "widths", "strides"),
     [
@@ -314,66 +271,3 @@ def test_drop_path_in_a_model() -> None:
         assert torch.equal(layer.z, layer.after_operator) and torch.equal(layer.z, layer.after_feedforward)
     rates = {key: module.drop_path for key, module in model.named_modules() if isinstance(module, Residual)}
     assert all(rate == (0.0 if key.startswith("class_blocks") else 1.0) for key, rate in rates.items()) and len(rates) == 8
-
-
-@pytest.mark.parametrize("case", [("crate_tiny", {}), ("vit_tiny", {})], ids=label)
-def test_the_mean_over_drop_paths(case: Case) -> None:
-    """The first line of a block, averaged over many draws, is the line without drop-path."""
-    block = build(case, drop_path_rate=0.3).blocks[0]
-    z = torch.randn(1, 7, 24, dtype=F64)
-    with torch.no_grad():
-        update = block.eval().operator(block.norm(z))
-        block.train()
-        mean = sum(block.residual(z, update) for _ in range(4000)) / 4000
-    assert relative(mean - z, update if block.residual.scale is None else block.residual.scale * update) < 0.05
-
-
-def test_the_grid_of_a_config() -> None:
-    assert model_config("dmst_tiny").grid == (14, 14) and model_config("dmst_tiny_patch8_224").grid == (28, 28)
-    assert config().grid == GRID and config().prefix == 0 and config(readout="token").prefix == 1
-
-
-# --- class attention: who looks -----------------------------------------------------------------------------------------
-
-
-def _class_attention() -> tuple[ClassAttentionBlock, Tensor, Tensor]:
-    torch.manual_seed(0)
-    block = ClassAttentionBlock(config())
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    return block, torch.randn(2, 1, 24), torch.randn(2, 6, 24)
-
-
-def test_an_adapter_on_qkv_is_asked() -> None:
-    """A wrapper that shows the weight it wraps, as adapters do, is not passed by; nor is a hook."""
-    block, cls, patches = _class_attention()
-    right = block(cls, patches)
-
-    class Adapter(nn.Module):
-        def __init__(self, inner: nn.Linear) -> None:
-            super().__init__()
-            self.inner = inner
-
-        weight = property(lambda self: self.inner.weight)
-        bias = property(lambda self: self.inner.bias)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * self.inner(x)
-
-    inner = block.qkv
-    block.qkv = Adapter(inner)
-    assert not torch.allclose(block(cls, patches)[0], right[0], atol=1e-3)
-    block.qkv = inner
-    seen = []
-    hook = inner.register_forward_hook(lambda *_: seen.append(1))
-    assert torch.allclose(block(cls, patches)[0], right[0], atol=1e-5)
-    hook.remove()
-    assert seen == [1]
-
-
-def test_a_pruned_qkv_trains() -> None:
-    block, cls, patches = _class_attention()
-    prune.l1_unstructured(block.qkv, "weight", 0.5)
-    for _ in range(2):
-        block(cls, patches)[0].sum().backward()

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from dmst.errors import OptionError
 from dmst.models import Trace, VisionModel, create_model
-from dmst.operators import OPERATORS
 from dmst.operators.orthonormal import OrthonormalLinear
 from tests.cases import gradients, relative
 from tests.networks import (
@@ -26,7 +25,6 @@ from tests.networks import (
     Case,
     build,
     every,
-    families,
     images,
     label,
     some,
@@ -57,18 +55,6 @@ def test_samples_are_independent(case: Case) -> None:
     assert relative(tokens[1], tokens[0]) > 1e-3  # they differ at all
     for i in range(BATCH):
         assert relative(model(x[i : i + 1])[0], whole[i]) < 1e-12
-
-
-@families
-def test_every_patch_counts(case: Case) -> None:
-    """Another patch in any one place changes the logits."""
-    model, x = build(case).eval(), images(batch=1)
-    before = model(x)
-    for row in range(2):
-        for column in range(3):
-            other = x.clone()
-            other[..., 16 * row : 16 * row + 16, 16 * column : 16 * column + 16].normal_()
-            assert relative(model(other), before) > 1e-6
 
 
 @every
@@ -154,18 +140,7 @@ def test_the_trace_in_any_context(case: Case, context: str, dtype: torch.dtype) 
         check_trace(model, x, found)
 
 
-def test_the_trace_where_silent_heads_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without gradients the layer skips heads whose gate is 0; the trace shows them all the same."""
-    monkeypatch.setattr("dmst.kernels.silent.ROUND", 0.0)
-    model, x = build(("dmst_tiny", {"gate_scale": 1.0}), torch.float32).eval(), images(dtype=torch.float32)
-    with torch.no_grad():
-        found = model.trace(x)
-        assert torch.equal(found.logits, model(x))
-    assert any((layer.parts.gate == 0).any() for layer in found.layers)
-    assert all((layer.parts.projected.abs().amax((-2, -1)) > 0).all() for layer in found.layers)
-    assert relative(found.logits, model(x)) < 1e-5
-
-
+@pytest.mark.compile
 def test_the_trace_of_a_compiled_model() -> None:
     torch._dynamo.reset()
     model, x = build(("vit_tiny", {"operator": "dmsa"}), depth=1).eval(), images()
@@ -219,8 +194,14 @@ def test_indices_that_are_none() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [*FAMILIES[::2], FAMILIES[3], OPTIONS[2], *(("vit_tiny", {"operator": x}) for x in ("tssa", "mssa", "xca"))],
-    ids=label,
+    [
+        FAMILIES[4],
+        *(
+            pytest.param(case, marks=pytest.mark.compile)
+            for case in (*FAMILIES[:4], OPTIONS[2], ("vit_tiny", {"operator": "xca"}))
+        ),
+    ],
+    ids=lambda case: label(case),
 )
 def test_compiled(case: Case) -> None:
     """One graph for any batch; output and every gradient those of the eager model."""
@@ -241,17 +222,17 @@ def test_compiled(case: Case) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*FAMILIES, *OPTIONS[:2], *(("tost_tiny", {"operator": x}) for x in OPERATORS if x not in ("tssa", "dmsa"))],
-    ids=label,
-)
+@pytest.mark.compile
+@some
 def test_exported(case: Case) -> None:
+    """One graph for every batch and size; learned positions are resized inside it. A grid of 2d positions is fixed."""
     model = build(case, depth=1, readout_depth=1).eval()
-    batch = torch.export.Dim("batch", min=1, max=4096)
-    program = torch.export.export(model, (images(),), dynamic_shapes={"images": {0: batch}}).module()
-    for size in (1, 2, 7):
-        x = images(batch=size)
+    batch, height, width = (torch.export.Dim(axis, min=2, max=8) for axis in ("batch", "height", "width"))
+    fixed = "2d" in case[1].values() or case[1].get("feedforward") == "local"
+    shapes = {0: batch} if fixed else {0: batch, 2: 16 * height, 3: 16 * width}
+    program = torch.export.export(model, (images((64, 48)),), dynamic_shapes={"images": shapes}).module()
+    for size in [(64, 48)] if fixed else [(64, 48), (32, 32), (48, 128)]:
+        x = images(size, batch=3)
         assert relative(program(x), model(x)) < 1e-12
 
 
@@ -332,7 +313,7 @@ def test_a_bfloat16_model_runs_on_bfloat16_images(case: Case) -> None:
 # --- the named ones --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dmst_digits", "tost_digits", "vit_digits", "crate_digits"])
+@pytest.mark.parametrize("name", ["dmst_digits", "crate_digits"])
 def test_a_small_model_learns(name: str) -> None:
     """As it comes: which half of the picture is bright, in a few steps."""
     model = create_model(name, num_classes=2).train()
@@ -365,36 +346,3 @@ def test_a_replica_of_data_parallel_runs(name: str) -> None:
     x = torch.randn(2, 3, 32, 32)
     assert not list(replica(model).parameters())
     assert relative(replica(model)(x), model(x)) < 1e-5
-
-
-@pytest.mark.parametrize("name", ["vit_tiny", "crate_tiny", "dmst_tiny"])
-def test_an_exported_network_serves_every_size(name: str) -> None:
-    """Learned positions are resized inside the graph, at the size it was exported with too."""
-    model = create_model(name, dim=24, depth=1, num_heads=3, img_size=32, num_classes=7).eval()
-    batch, height, width = (torch.export.Dim(axis, min=2, max=8) for axis in ("batch", "height", "width"))
-    shapes = ({0: batch, 2: 16 * height, 3: 16 * width},)
-    exported = torch.export.export(model, (torch.randn(2, 3, 64, 48),), dynamic_shapes=shapes).module()
-    for size in ((32, 32), (64, 48), (48, 128)):
-        x = torch.randn(3, 3, *size)
-        assert relative(exported(x), model(x)) < 1e-5
-
-
-def test_who_looks_at_the_last_norm_sees_every_token() -> None:
-    """Where nobody does, a network that ends in class attention norms its class token alone."""
-    small = {"dim": 24, "depth": 1, "num_heads": 3, "img_size": 16, "patch_size": 8, "num_classes": 5}
-    model = create_model("dmst_tiny", **small).eval()
-    x, seen = torch.randn(2, 3, 16, 16), []
-    right = model(x)
-    hook = model.norm.register_forward_hook(lambda module, given, out: seen.append(out.shape))
-    assert torch.allclose(model(x), right, atol=1e-6)
-    hook.remove()
-    assert seen == [(2, 5, 24)]
-
-    class Mine(type(model)):
-        def forward_features(self, images: torch.Tensor) -> torch.Tensor:
-            seen.append("mine")
-            return super().forward_features(images)
-
-    model.__class__ = Mine
-    assert torch.allclose(model(x), right, atol=1e-6)
-    assert seen[1:] == ["mine"]

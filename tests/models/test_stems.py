@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from dmst.models import ModelConfig, stems
-from dmst.models.stems import ConvStem, ImageConv, PatchConv, PatchStem
+from dmst.models import stems
+from dmst.models.stems import ImageConv, PatchConv
 from tests.cases import relative
 from tests.networks import F64, build, images
 
@@ -68,8 +67,8 @@ def there(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     return left
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 16])
-@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("size", [2, 16])
+@pytest.mark.parametrize("channels", [1, 3])
 def test_a_product_with_patches_is_the_convolution(there: list[type], size: int, channels: int) -> None:
     conv = convolution(PatchConv, channels, size)
     for x in strided(torch.randn(5, channels, 2 * size, 3 * size, dtype=F64)):
@@ -80,7 +79,7 @@ def test_a_product_with_patches_is_the_convolution(there: list[type], size: int,
     assert conv(x[:0]).shape == (0, 11, 2, 3)
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4, 8, 13, 16])
+@pytest.mark.parametrize("channels", [3, 8, 13])
 def test_padded_channels_are_the_convolution(there: list[type], monkeypatch: pytest.MonkeyPatch, channels: int) -> None:
     """Zeros add nothing; cuDNN gets channels last, a multiple of 8 of them."""
     conv, seen = convolution(ImageConv, channels), []
@@ -121,16 +120,6 @@ def test_under_autocast(there: list[type], kind: type[nn.Conv2d], dtype: torch.d
     assert torch.equal(found, rounded(x.detach().to(dtype)))
 
 
-def test_what_is_copied_has_16_bits(there: list[type], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, true = [], stems.rearrange
-    monkeypatch.setattr(stems, "rearrange", lambda x, *args, **sizes: seen.append(x) or true(x, *args, **sizes))
-    with torch.autocast("cpu", BF16):
-        for kind in (ImageConv, PatchConv):
-            conv = convolution(kind, dtype=torch.float32)
-            conv(torch.randn(5, 3, 8, 12))
-    assert [x.dtype for x in seen if x is not conv.weight and x.shape[0] == 5] == [BF16] * 4
-
-
 @families
 def test_a_network_there(there: list[type], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole networks, of two sizes: the logits of the convolutions."""
@@ -158,56 +147,23 @@ def test_transforms_there(there: list[type], name: str) -> None:
     assert torch.equal(stem._replicate_for_data_parallel()(x), wanted)
 
 
+@pytest.mark.compile
 @families
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_there(there: list[type], name: str, dynamic: bool) -> None:
+def test_compiled_there(there: list[type], name: str) -> None:
+    """One graph for three sizes, and an exported one for every batch."""
     torch._dynamo.reset()
-    stem = build((name, {})).stem
-    compiled = torch.compile(stem, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for size in ((32, 48), (64, 16), (16, 16))[: 3 if dynamic else 1]:
-        x = images_of(*size).requires_grad_()
-        results = []
-        for call in (stem.eval(), compiled):
-            stem.zero_grad()
-            x.grad = None
+    stem = build((name, {})).stem.eval()
+    compiled = torch.compile(stem, backend="aot_eager", fullgraph=True, dynamic=True)
+    for size in ((32, 48), (64, 16), (16, 16)):
+        x, results = images_of(*size).requires_grad_(), []
+        for call in (stem, compiled):
             out = call(x)
-            out.square().sum().backward()
-            results.append([out, x.grad, *(p.grad for p in stem.parameters())])
+            results.append([out, *torch.autograd.grad(out.square().sum(), [x, *stem.parameters()])])
         assert all(relative(a, b) < 1e-12 for a, b in zip(*results, strict=True))
-    stem.float()
-    with torch.autocast("cpu", BF16), torch.no_grad():
-        found, wanted = compiled(x.float()), stem(x.float())
-    assert found.dtype == wanted.dtype == BF16 and relative(found, wanted) < 4e-3
-    torch._dynamo.reset()
-
-
-@families
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")
-def test_recorded_there(there: list[type], name: str) -> None:
-    stem, x = build((name, {})).stem.eval(), images()
-    batch = torch.export.Dim("batch", min=1, max=512)
     with torch.no_grad():
-        program = torch.export.export(stem, (x,), dynamic_shapes=({0: batch},)).module()
-        traced = torch.jit.trace(stem, x)
-        for given in (x, images(batch=7)):
-            assert relative(program(given), stem(given)) < 1e-12
-            assert relative(traced(given), stem(given)) < 1e-12
-
-
-@pytest.mark.parametrize("kind", [ConvStem, PatchStem])
-def test_hooks_fire_once(there: list[type], kind: type[ConvStem | PatchStem]) -> None:
-    """The first convolution is called as a module, on the images, and gives a map, as pretrained_cfg's first_conv promises."""
-    stem = kind(ModelConfig(dim=24, num_heads=3, patch_size=8, img_size=16), dtype=F64)
-    first, calls, pulls, x = stem.get_submodule(stem.first), [], [], torch.randn(5, 3, 16, 24, dtype=F64)
-    first.register_forward_hook(lambda module, args, out: calls.append((args, out)))
-    first.register_full_backward_hook(lambda module, grad_in, grad_out: pulls.append((grad_in, grad_out)))
-    z = stem(x.requires_grad_())
-    z.square().sum().backward()
-    ((given,), out), ((grad_in,), (grad_out,)) = calls[0], pulls[0]
-    assert len(calls) == len(pulls) == 1
-    assert torch.equal(given, x) and out.shape == grad_out.shape and grad_in.shape == x.shape
-    assert relative(out, plainly(first, x)) < 1e-12
-    assert z.shape == (5, 6, 24) and isinstance(first, nn.Conv2d)
+        program = torch.export.export(stem, (images(),), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=512)},))
+        for given in (images(), images(batch=7)):
+            assert relative(program.module()(given), stem(given)) < 1e-12
 
 
 @both
@@ -223,21 +179,3 @@ def test_nothing_changes_elsewhere(kind: type[nn.Conv2d]) -> None:
             with torch.autocast("cpu", BF16):
                 assert torch.equal(conv(x), plain(x))
         assert conv.to("meta")(x.to("meta")).shape == plain(x).shape
-
-
-@pytest.mark.parametrize(("name", "keys"), [("vit_tiny", ["weight", "bias"]), ("dmst_tiny", ["weight"])])
-def test_names_and_shapes(name: str, keys: list[str]) -> None:
-    model = build((name, {}))
-    first = model.get_submodule(model.pretrained_cfg["first_conv"])
-    assert list(first.state_dict()) == keys and first.weight.shape[1] == 3
-
-
-def test_where_it_is_otherwise() -> None:
-    """Images on a CUDA device, fake ones here; padded in 16 bits alone, for float32 stays as it is."""
-    with FakeTensorMode():
-        for dtype in (F64, torch.float32, BF16, torch.float16):
-            x = torch.empty(5, 3, 8, 12, dtype=dtype, device="cuda")
-            assert stems._by_product(x) and stems._in_eights(x) == (dtype.itemsize == 2)
-    for device in ("cpu", "meta"):
-        x = torch.empty(5, 3, 8, 12, dtype=BF16, device=device)
-        assert not stems._by_product(x) and not stems._in_eights(x)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import dmst
-from dmst.errors import BadFileError, DmstError, OptionError, ShapeError, UnknownNameError
-from dmst.models import ModelConfig, VisionModel, create_model, list_models, load_model, model_config, save_model
+from dmst.errors import DmstError, OptionError, ShapeError, UnknownNameError
+from dmst.models import ModelConfig, VisionModel, create_model, list_models, model_config
 from dmst.models.zoo import ALIASES, MODELS
-from dmst.operators import OPERATORS, Operator, Parts
 
 SMALL: dict[str, Any] = {"dim": 24, "depth": 1, "num_heads": 3, "img_size": 32, "num_classes": 5}
 FAMILIES = ("dmst", "tost", "vit", "crate")
@@ -38,7 +34,7 @@ def tiny(name: str = "dmst_tiny", **options: Any) -> VisionModel:
 def test_every_listed_model_builds_by_its_name(name: str) -> None:
     model = create_model(name, device="meta")
     config = model.config
-    assert config == model_config(name) and config.name == name
+    assert config == model_config(name) == ModelConfig(**json.loads(json.dumps(config.to_dict()))) and config.name == name
     images = torch.empty(2, config.in_chans, *config.img_size, device="meta")  # type: ignore[misc]
     assert model(images).shape == (2, config.num_classes)
     family, size, *rest = name.split("_")
@@ -48,20 +44,6 @@ def test_every_listed_model_builds_by_its_name(name: str) -> None:
     else:
         assert config.num_classes == (100 if size == "cifar100" else 10) and config.readout == "mean"
         assert config.grid == (8, 8) and config.img_size == ((8, 8) if size == "digits" else (32, 32))
-
-
-def test_twins_are_of_one_size() -> None:
-    """Only the layer differs, and the width of the MLP that makes up for it."""
-    for data, classes in (("cifar10", 10), ("cifar100", 100)):
-        models = {family: create_model(f"{family}_{data}", device="meta") for family in ("dmst", "tost", "vit")}
-        sizes = [sum(p.numel() for p in model.parameters()) for model in models.values()]
-        assert max(sizes) < 1.011 * min(sizes) < 5_700_000
-        same = [
-            replace(model.config, name="", operator="dmsa", operator_options={}, mlp_ratio=4.0) for model in models.values()
-        ]
-        assert same[0] == same[1] == same[2] and same[0].num_classes == classes
-        assert [model.config.operator for model in models.values()] == ["dmsa", "tssa", "mhsa"]
-        assert models["dmst"].config.operator_options == {"mode": "proximal"}
 
 
 def test_the_table() -> None:
@@ -126,33 +108,21 @@ def test_patterns() -> None:
     assert list_models() == sorted(MODELS)
     assert list_models("dmst_tiny*") == ["dmst_tiny_patch16_224", "dmst_tiny_patch8_224"]
     assert list_models("*cifar") == ["crate_cifar", "dmst_cifar", "tost_cifar", "vit_cifar"]
-    assert list_models("dmst_tiny") == list_models("dmst_tiny*")  # a bare word is looked for anywhere
+    assert list_models("dmst_tiny") == list_models("dmst_tiny*")
+    assert list_models("tiny_patch8") == [f"{family}_tiny_patch8_224" for family in ("crate", "dmst", "tost", "vit")]
+    assert list_models("resnet") == []
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("dmst_tinny", "dmst_tiny"), ("tost_smal", "tost_small"), ("dmst-cifar", "dmst_cifar"), ("vit_bas", "vit_base")],
-)
-def test_an_unknown_model_names_the_nearest(name: str, near: str) -> None:
-    with pytest.raises(UnknownNameError, match=rf"unknown model '{name}'\. Did you mean '{near}'\? Known: .*dmst_cifar"):
-        create_model(name)
-
-
-@pytest.mark.parametrize("name", [None, 5, b"dmst_tiny", ["dmst_tiny"], ""])
-def test_a_model_name_is_text(name: Any) -> None:
-    with pytest.raises(UnknownNameError, match="unknown model"):
-        create_model(name)
+def test_an_unknown_model_names_the_nearest() -> None:
+    for name, near in (("dmst_tinny", "dmst_tiny"), ("dmst-cifar", "dmst_cifar")):
+        with pytest.raises(UnknownNameError, match=rf"unknown model '{name}'\. Did you mean '{near}'\? Known: .*dmst_cifar"):
+            create_model(name)
+    for name in (None, 5, ["dmst_tiny"], ""):
+        with pytest.raises(UnknownNameError, match="unknown model"):
+            create_model(name)  # type: ignore[arg-type]
 
 
 # --- overrides -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("name", ["dmst_tiny", "vit_tiny", "crate_tiny", "dmst_cifar"])
-def test_any_operator_in_any_model(name: str, operator: str) -> None:
-    model = create_model(name, operator=operator, device="meta", **SMALL)
-    assert {type(block.operator) for block in model.blocks} == {OPERATORS[operator]}
-    assert replace(model.config, operator="dmsa") == replace(model_config(name, **SMALL), operator="dmsa")
 
 
 def test_options_of_the_operator() -> None:
@@ -170,42 +140,11 @@ def test_options_of_the_operator() -> None:
     assert model.config.change(operator_options={"rotary": "1d"}).operator_options == {"rotary": "1d"}
 
 
-def test_fields_by_keyword() -> None:
-    model = create_model("dmst_tiny", img_size=(32, 64), in_chans=1, num_classes=7, depth=2, drop_path_rate=0.3, device="meta")
-    config = model.config
-    assert (config.img_size, config.grid, config.in_chans, config.num_classes) == ((32, 64), (2, 4), 1, 7)
-    assert len(model.blocks) == 2 and {block.residual.drop_path for block in model.blocks} == {0.3}
-    unchanged = create_model("dmst_cifar", num_classes=None, img_size=None, in_chans=None, operator=None, device="meta")
-    assert unchanged.config == model_config("dmst_cifar")
-    assert create_model("dmst_cifar", num_classes=0, device="meta").config.num_classes == 0  # 0 is not None
-
-
-def test_biases_and_drops_reach_every_part() -> None:
-    model = tiny(qkv_bias=False, proj_drop_rate=0.25, drop_rate=0.5)
-    assert model.blocks[0].operator.subspace.bias is None and model.class_blocks[0].qkv.bias is None
-    rates = {key: m.p for key, m in model.named_modules() if isinstance(m, nn.Dropout)}
-    assert rates.pop("head_drop") == 0.5
-    assert set(rates.values()) == {0.25} and len(rates) == 2 + 2 * 2
-
-
-def test_the_pool_follows_the_readout() -> None:
-    assert model_config("dmst_tiny").global_pool == "token"
-    assert model_config("dmst_tiny", readout="mean").global_pool == "avg"
-    assert model_config("dmst_cifar", readout="token").global_pool == "token"
-    assert model_config("dmst_tiny", global_pool="avg", readout="token").global_pool == "avg"
-    assert model_config("dmst_tiny", global_pool="avg").change(depth=3).global_pool == "avg"
-    with pytest.raises(OptionError, match=r"global_pool of readout 'mean' 'token'.*Known: , avg"):
-        model_config("dmst_tiny", readout="mean", global_pool="token")
-
-
 @pytest.mark.parametrize(
     ("name", "options", "near"),
     [
         ("dmst_tiny", {"rotari": "2d"}, "rotary"),
         ("dmst_tiny", {"drop_path": 0.1}, "drop_path_rate"),
-        ("dmst_tiny", {"num_head": 4}, "num_heads"),
-        ("dmst_tiny", {"embed_dim": 4}, "dim"),
-        ("tost_tiny", {"position_score": "1d"}, "position_scores"),
     ],
 )
 def test_an_unknown_option_names_the_nearest(name: str, options: dict[str, Any], near: str) -> None:
@@ -218,12 +157,8 @@ def test_an_unknown_option_names_the_nearest(name: str, options: dict[str, Any],
     ("name", "options"),
     [
         ("tost_tiny", {"mode": "equation"}),
-        ("vit_tiny", {"rotary": "2d"}),
         ("dmst_tiny", {"operator": "tssa", "gate_scale": 2.0}),
-        ("dmst_tiny", {"operator": "mssa", "rotary": "1d"}),
-        ("dmst_tiny", {"relaxed": 0.3}),
         ("dmst_tiny", {"bias": False}),  # qkv_bias is the word
-        ("dmst_tiny", {"proj_drop": 0.1}),  # proj_drop_rate is the word
     ],
 )
 def test_options_of_another_operator_are_refused(name: str, options: dict[str, Any]) -> None:
@@ -243,12 +178,10 @@ def test_options_of_another_operator_are_refused(name: str, options: dict[str, A
         ({"max_active_heads": 9}, "from 1 to num_heads 3"),
         ({"num_heads": 5}, "dim 24 is not divisible by num_heads 5; the nearest that divides it is 4"),
         ({"stem": "patches"}, "unknown stem 'patches'. Did you mean 'patch'"),
-        ({"position": "fourrier"}, "Did you mean 'fourier'"),
-        ({"feedforward": "mpl"}, "Did you mean 'mlp'"),
         ({"readout": "cls"}, "unknown readout 'cls'"),
+        ({"operator": ""}, "unknown operator ''"),
+        ({"gate_scale": "1"}, "gate_scale"),
         ({"img_size": 100}, "100 is not a multiple of the patch size 16; 96 is"),
-        ({"img_size": (32, 41)}, "41 is not a multiple of the patch size 16; 48 is"),
-        ({"img_size": 5}, "5 is not a multiple of the patch size 16; 16 is"),
         ({"patch_size": 12, "img_size": 24}, "power of two"),
         ({"dim": 30}, "needs a multiple of 8"),
         ({"patch_size": 8, "dim": 30}, "needs a multiple of 4"),
@@ -260,7 +193,7 @@ def test_values_that_do_not_fit_are_named(options: dict[str, Any], message: str)
         tiny(**options)
 
 
-@pytest.mark.parametrize("operator", ["dmsa", "tpusa", "tpsusa", "gated_channel", "tssa"])
+@pytest.mark.parametrize("operator", ["dmsa", "tssa"])
 def test_2d_positions_and_a_class_token_do_not_go_together(operator: str) -> None:
     option = "position_scores" if operator == "tssa" else "rotary"
     for name, options in (("vit_tiny", {}), ("dmst_tiny", {"readout": "token"})):
@@ -273,7 +206,6 @@ def test_2d_positions_and_a_class_token_do_not_go_together(operator: str) -> Non
 # --- images that do not fit ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dmst_tiny", "vit_tiny", "crate_tiny"])
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
@@ -284,133 +216,78 @@ def test_2d_positions_and_a_class_token_do_not_go_together(operator: str) -> Non
         ((2, 3, 40, 32), r"patches of 16 pixels, and the height is 40: resize or pad it to a multiple\."),
         ((2, 3, 32, 8), r"patches of 16 pixels, and the width is 8: resize or pad it to a multiple\."),
         ((2, 3, 0, 32), r"the height is 0"),
-        ((2, 3, 32, 0), r"the width is 0"),
     ],
     ids=str,
 )
-def test_images_of_a_wrong_shape(name: str, shape: tuple[int, ...], message: str) -> None:
-    model = tiny(name)
+def test_images_of_a_wrong_shape(shape: tuple[int, ...], message: str) -> None:
+    model = tiny()
     for call in (model, model.trace, model.forward_intermediates):
         with pytest.raises(ShapeError, match=message):
             call(torch.zeros(shape))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
-def test_images_of_a_wrong_dtype(dtype: torch.dtype) -> None:
-    images = torch.zeros(2, 3, 32, 32).to(dtype)
-    with pytest.raises(ShapeError, match=f"was given {dtype} images: "):
+@pytest.mark.parametrize(
+    ("images", "hint"),
+    [
+        (torch.zeros(2, 3, 32, 32, dtype=torch.uint8), r"was given torch.uint8 images: .*images / 255"),
+        (torch.randn(2, 3, 32, 32).double(), r"images.to\(torch.float32\)\."),
+        (torch.randn(2, 3, 32, 32).half(), "or torch.autocast"),
+        (np.zeros((2, 3, 32, 32)), "takes a torch tensor"),
+    ],
+)
+def test_images_of_a_wrong_dtype(images: Any, hint: str) -> None:
+    with pytest.raises(ShapeError, match=hint):
         tiny()(images)
-    with pytest.raises(ShapeError, match=f"torch.float64 weights and was given {torch.float32}"):
-        tiny(dtype=torch.float64)(torch.zeros(2, 3, 32, 32))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float64, torch.complex64])
-def test_autocast_converts_no_whole_numbers_and_no_doubles(dtype: torch.dtype) -> None:
+def test_autocast_converts_no_whole_numbers_and_no_doubles() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.raises(ShapeError, match=f"was given {dtype} images: "):
-            tiny()(torch.zeros(2, 3, 32, 32).to(dtype))
+        for dtype in (torch.uint8, torch.float64):
+            with pytest.raises(ShapeError, match=f"was given {dtype} images: "):
+                tiny()(torch.zeros(2, 3, 32, 32).to(dtype))
         with pytest.raises(ShapeError, match=r"holds torch.float64 weights"):
             tiny(dtype=torch.float64)(torch.zeros(2, 3, 32, 32))
         assert tiny()(torch.zeros(2, 3, 32, 32, dtype=torch.bfloat16)).shape == (2, 5)  # what it does convert
 
 
-# --- somebody's own operator -----------------------------------------------------------------------------------------
-
-
-class Doubling(Operator):
-    """The least that an operator must be: a map with an option."""
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        factor: float = 2.0,
-        bias: bool = True,
-        proj_drop: float = 0.0,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(dim, num_heads)
-        self.factor = factor
-        self.map = nn.Linear(dim, dim, bias=bias, device=device, dtype=dtype)
-        self.reset_parameters()
-
-    def forward(self, z: torch.Tensor, *, grid: Any = None) -> torch.Tensor:
-        return self.factor * self.map(z)
-
-    def decompose(self, z: torch.Tensor, *, grid: Any = None) -> Parts:
-        return Parts()
-
-
-@pytest.fixture
-def own_operator() -> Iterator[str]:
-    dmst.OPERATORS["doubling"] = Doubling
-    yield "doubling"
-    dmst.OPERATORS.pop("doubling", None)
-
-
-def test_an_operator_of_ones_own_is_one_line(own_operator: str, tmp_path: Path) -> None:
-    model = tiny(operator=own_operator, factor=3.0, qkv_bias=False).eval()
-    assert type(model.blocks[0].operator) is Doubling and model.blocks[0].operator.factor == 3.0
-    assert model.blocks[0].operator.map.bias is None and model.blocks[0].operator.map.weight.std() < 0.03
-    images = torch.randn(2, 3, 32, 32)
-    logits = model(images)
-    trace = model.trace(images)
-    assert torch.equal(trace.logits, logits) and trace.layers[0].parts == Parts()
-    save_model(model, tmp_path / "own")
-    loaded = load_model(tmp_path / "own")
-    assert loaded.config == model.config and torch.equal(loaded(images), logits)
-    with pytest.raises(UnknownNameError, match=r"'facter'\. Did you mean 'factor'"):
-        tiny(operator=own_operator, facter=1.0)
-    del dmst.OPERATORS[own_operator]
-    with pytest.raises(BadFileError, match=r"saved with operator 'doubling', which is not in dmst\.OPERATORS"):
-        load_model(tmp_path / "own")
-    with pytest.raises(UnknownNameError, match="unknown operator 'doubling'"):
-        create_model("dmst_tiny", operator="doubling")
-
-
 # --- every field has a rule ------------------------------------------------------------------------------------------
 
-NOT_WHOLE = (True, False, 1.0, math.nan, math.inf, -1, "4", None, (4,), [4], 4j, torch.tensor(4))
-NOT_A_RATE = (True, math.nan, math.inf, -0.1, 1.1, "0.1", None, [0.1], 1j, torch.tensor(0.1))
-NOT_A_WORD = (5, True, None, math.nan, "", "nonsense", ["conv"], b"conv")
+NOT_WHOLE = (True, 1.0, math.nan, -1, "4", None, [4])
+NOT_A_RATE = (True, math.nan, 1.1, "0.1", None)
+NOT_A_WORD = (5, None, "nonsense")
 BAD: dict[str, tuple] = {
-    "name": (5, None, True, math.nan, b"x", ["x"]),
+    "name": (5, None),
     "dim": (*NOT_WHOLE, 0),
     "depth": (*NOT_WHOLE, 0),
     "num_heads": (*NOT_WHOLE, 0),
     "operator": NOT_A_WORD,
-    "operator_options": (5, None, True, "rotary", ["rotary"], {1: 2}, {"bias": False}, {"dim": 3}, {"device": "cpu"}),
+    "operator_options": (5, None, ["rotary"], {1: 2}, {"bias": False}, {"device": "cpu"}),
     "patch_size": (*NOT_WHOLE, 0),
     "stem": NOT_A_WORD,
     "position": NOT_A_WORD,
     "feedforward": NOT_A_WORD,
-    "mlp_ratio": (True, math.nan, math.inf, -1.0, 0, 0.0, 1e-9, "4", None, [4.0], 1j),
+    "mlp_ratio": (True, math.nan, -1.0, 0, "4", None),
     "readout": NOT_A_WORD,
     "readout_depth": NOT_WHOLE,
-    "global_pool": (5, True, math.nan, "max", ["token"], b"token"),
-    "layer_scale": (True, math.nan, math.inf, -math.inf, "1", [1.0], 1j),
-    "token_std": (True, math.nan, math.inf, -0.1, "0.02", None, [0.02]),
-    "norm_eps": (0, 0.0, -1e-6, 2.0, None, True, "1e-6", math.inf, math.nan),
-    "qkv_bias": (0, 1, None, "True", 1.0, [True]),
+    "global_pool": (5, "max"),
+    "layer_scale": (True, math.inf, "1"),
+    "token_std": (True, math.nan, -0.1, None),
+    "norm_eps": (0, 2.0, None, True),
+    "qkv_bias": (0, None, "True"),
     "drop_rate": NOT_A_RATE,
     "proj_drop_rate": NOT_A_RATE,
     "drop_path_rate": NOT_A_RATE,
-    "img_size": (*NOT_WHOLE, 0, (224,), (224, 224, 224), (224, 0), (224, "224"), (True, 224), (224, 224.0), [], "224", 100),
+    "img_size": (*NOT_WHOLE, 0, (224,), (224, 0), (224, 224.0), [], 100),
     "in_chans": (*NOT_WHOLE, 0),
     "num_classes": NOT_WHOLE,
 }
-
-
-def test_every_field_has_its_bad_values() -> None:
-    assert set(BAD) == {f.name for f in fields(ModelConfig)}
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [pytest.param(key, x, id=f"{key}={x!r}") for key, values in BAD.items() for x in values]
 )
 def test_bad_values_of_every_field(field: str, value: Any) -> None:
+    assert set(BAD) == {f.name for f in fields(ModelConfig)}
     with pytest.raises(OptionError, match=f"{field.partition('_options')[0]}"):
         ModelConfig(**{field: value})
     if field not in ("name", "operator"):  # the first argument, and None keeps the model's own
@@ -432,46 +309,6 @@ def test_a_config_stays_as_it_was_made() -> None:
     assert ModelConfig(img_size=[32, 48]).img_size == (32, 48)  # type: ignore[arg-type]  # as JSON gives it
 
 
-configs = st.fixed_dictionaries(
-    {
-        "name": st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12),
-        "dim": st.integers(1, 64).map(lambda i: 8 * i),
-        "depth": st.integers(1, 48),
-        "num_heads": st.sampled_from([1, 2, 4, 8]),
-        "operator": st.sampled_from(sorted(OPERATORS)),
-        "patch_size": st.sampled_from([1, 2, 4, 8, 16]),
-        "stem": st.sampled_from(["conv", "patch", "norm_patch"]),
-        "position": st.sampled_from(["fourier", "learned"]),
-        "feedforward": st.sampled_from(["mlp", "ista"]),
-        "mlp_ratio": st.floats(0.5, 8) | st.integers(1, 8),
-        "readout_depth": st.integers(1, 4),
-        "layer_scale": st.none() | st.floats(-2, 2),
-        "token_std": st.floats(0, 2),
-        "norm_eps": st.floats(1e-12, 1),
-        "qkv_bias": st.booleans(),
-        "drop_rate": st.floats(0, 1),
-        "proj_drop_rate": st.floats(0, 1),
-        "drop_path_rate": st.floats(0, 1),
-        "in_chans": st.integers(1, 13),
-        "num_classes": st.integers(0, 30000),
-    }
-)
-
-
-@given(configs, st.sampled_from(["class_attention", "token", "mean"]), st.data())
-def test_a_config_survives_json(values: dict[str, Any], readout: str, data: st.DataObject) -> None:
-    pools = ["avg", "", None] + (["token"] if readout != "mean" else [])
-    sides = [values["patch_size"] * data.draw(st.integers(1, 20)) for _ in range(2)]
-    values |= {"readout": readout, "global_pool": data.draw(st.sampled_from(pools)), "img_size": tuple(sides)}
-    if values["operator"] == "dmsa":
-        values["operator_options"] = {"gate_scale": data.draw(st.floats(-4, 4)), "mode": "equation"}
-    config = ModelConfig(**values)
-    read = ModelConfig(**json.loads(json.dumps(config.to_dict(), allow_nan=False)))
-    assert read == config and read.to_dict() == config.to_dict()
-    assert read.grid == (sides[0] // config.patch_size, sides[1] // config.patch_size)
-    assert config.change() == config
-
-
 anything = st.recursive(
     st.none() | st.booleans() | st.text(max_size=3) | st.floats() | st.integers(),
     lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=3),
@@ -480,7 +317,7 @@ anything = st.recursive(
 
 
 @pytest.mark.parametrize("field", [f.name for f in fields(ModelConfig)])
-@settings(max_examples=50)
+@settings(max_examples=10)
 @given(value=anything)
 def test_any_value_makes_a_config_or_a_typed_error(field: str, value: Any) -> None:
     try:
@@ -490,22 +327,6 @@ def test_any_value_makes_a_config_or_a_typed_error(field: str, value: Any) -> No
     if field == "operator_options":  # its values are the operator's own to judge
         return
     assert ModelConfig(**json.loads(json.dumps(config.to_dict(), allow_nan=False))) == config
-
-
-def test_a_class_token_that_never_looks_is_refused() -> None:
-    with pytest.raises(OptionError, match="never looks at the patches"):
-        model_config("dmst_tiny", readout_depth=0)
-    assert model_config("dmst_tiny", readout_depth=0, global_pool="avg").readout_depth == 0
-
-
-def test_the_operator_s_own_options_are_refused_when_the_config_is_made() -> None:
-    for options, message in (
-        ({"num_heads": 5}, "not divisible"),
-        ({"mode": "x"}, "unknown mode"),
-        ({"gate_scale": "1"}, "gate_scale"),
-    ):
-        with pytest.raises(OptionError, match=message):
-            model_config("dmst_tiny", **options)
 
 
 @pytest.mark.parametrize(
@@ -518,11 +339,8 @@ def test_the_operator_s_own_options_are_refused_when_the_config_is_made() -> Non
             r"img_size is \(512, 512\): that is 262,144 patches, and at most 65,536",
         ),
         ({"dim": 10**6}, "dim is 1000000: it must be a whole number from 1 to 65,536"),
-        ({"depth": 257}, "depth is 257: it must be a whole number from 1 to 256"),
-        ({"num_classes": 10**9}, "num_classes is 1000000000: it must be a whole number from 0 to 10,000,000"),
         ({"gate_scale": 1e308}, "gate_scale is 1e.308: it must be a finite number from -1e.06 to 1e.06"),
-        ({"gate_scale": -1e7}, "gate_scale is -10000000"),
-        ({"operator": "mhsa", "operator_options": {"qk_scale": 1e30}}, "qk_scale is 1e.30"),
+        ({"readout_depth": 0}, "never looks at the patches"),
     ],
     ids=str,
 )
@@ -531,43 +349,9 @@ def test_a_config_has_limits(options: dict[str, Any], message: str) -> None:
         model_config("dmst_tiny", **options)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
-    config = model_config("dmst_digits", num_classes=np.int64(3), img_size=np.int32(16))
-    assert config.num_classes == 3 and type(config.num_classes) is int and config.img_size == (16, 16)
-    json.dumps(config.to_dict())
-
-
-def test_configs_can_be_keys() -> None:
-    assert len({model_config("dmst_tiny"), model_config("dmst_tiny"), model_config("dmst_tiny", mode="equation")}) == 2
-
-
-def test_an_empty_operator_name_is_unknown() -> None:
-    with pytest.raises(UnknownNameError, match="unknown operator ''"):
-        model_config("dmst_tiny", operator="")
-
-
-def test_a_bare_word_is_looked_for_anywhere() -> None:
-    assert list_models("tiny_patch8") == [f"{family}_tiny_patch8_224" for family in ("crate", "dmst", "tost", "vit")]
-    assert list_models("resnet") == []
-
-
 def test_every_model_says_how_to_prepare_its_images() -> None:
     cfg = create_model("dmst_digits", device="meta").pretrained_cfg
     assert cfg["input_size"] == [1, 8, 8] and cfg["mean"] == [0.5]
     cfg = create_model("dmst_tiny", in_chans=5, img_size=(64, 32), device="meta").pretrained_cfg
     assert cfg["input_size"] == [5, 64, 32] and cfg["std"] == [0.5] * 5 and cfg["crop_pct"] == 1.0
     assert create_model("vit_tiny", device="meta").pretrained_cfg["mean"] == [0.485, 0.456, 0.406]
-
-
-@pytest.mark.parametrize(
-    ("images", "hint"),
-    [
-        (torch.zeros(2, 3, 32, 32, dtype=torch.uint8), "images / 255"),
-        (torch.randn(2, 3, 32, 32).double(), r"images.to\(torch.float32\)\."),
-        (torch.randn(2, 3, 32, 32).half(), "or torch.autocast"),
-        (np.zeros((2, 3, 32, 32)), "takes a torch tensor"),
-    ],
-)
-def test_images_that_do_not_fit_name_the_remedy(images: Any, hint: str) -> None:
-    with pytest.raises(ShapeError, match=hint):
-        tiny()(images)

@@ -59,8 +59,7 @@ def assert_same(ours: nn.Module, published: nn.Module, z: Tensor, keys: dict[str
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("heads", [1, 3, 8])
-@pytest.mark.parametrize("n", [1, 7, 63, 197])
+@pytest.mark.parametrize(("n", "heads"), [(1, 3), (63, 1), (197, 8)])
 def test_dmsa_is_the_printed_listing(n: int, heads: int, bias: bool) -> None:
     assert_same(
         excite(DMSA(24, heads, bias=bias, dtype=F64)), AttentionDMSA(24, heads, qkv_bias=bias, table=EXACT), tokens(n=n)
@@ -160,7 +159,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()) or "default")
-@pytest.mark.parametrize(("b", "n", "grid"), [(2, 35, (5, 7)), (1, 1, (1, 1)), (5, 4, (2, 2))])
+@pytest.mark.parametrize(("b", "n", "grid"), [(2, 35, (5, 7)), (1, 1, (1, 1))])
 def test_every_option_is_the_listing_with_that_option(options: dict[str, Any], b: int, n: int, grid: tuple[int, int]) -> None:
     ours = excite(DMSA(24, 3, dtype=F64, **options))
     written = Listing(ours, options)

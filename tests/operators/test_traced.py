@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,7 +19,7 @@ from tests.cases import GATES, MODES, VARIANTS, build, excite, gradients, label,
 
 F64 = torch.float64
 # The compiler, which takes a second or two a graph, meets a mode and a gate each by itself: all of both, every mode with the
-# gate that is the default. All pairs of them are exported here, and computed in tests/operators/test_operator_contract.py.
+# gate that is the default. All pairs of them are computed in tests/operators/test_operator_contract.py.
 PAIRS = [
     (name, options)
     for name, options in VARIANTS
@@ -26,43 +27,26 @@ PAIRS = [
     or options["gate_activation"] == "sparsemax"
     or (MODES.index(options["mode"]) + GATES.index(options["gate_activation"])) % 3 == 0
 ]
-variants = pytest.mark.parametrize("case", PAIRS, ids=label)
+pytestmark = pytest.mark.compile
+old_and_says_so = pytest.mark.filterwarnings(
+    "ignore:`torch.jit", "ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
+)
 
 
-def test_every_mode_and_every_gate_is_traced() -> None:
-    for option, values in (("mode", MODES), ("gate_activation", GATES)):
-        assert {options[option] for name, options in PAIRS if name == "dmsa" and option in options} == set(values)
-    assert all(case in PAIRS for case in VARIANTS if "mode" not in case[1] or "gate_activation" not in case[1])
-
-
-@variants
+@pytest.mark.parametrize("case", PAIRS, ids=label)
 def test_compiles_to_one_graph_for_every_length(case: tuple) -> None:
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _: list) -> Any:
-        graphs.append(graph)
-        return graph
-
+    """Output and every gradient those of the eager layer."""
     torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
     operator = build(*case)
-    compiled = torch.compile(operator, fullgraph=True, dynamic=True, backend=backend)
-    for n, grid in ((12, (3, 4)), (20, (4, 5)), (42, (6, 7))):
-        z = tokens(n=n)
-        torch.testing.assert_close(compiled(z, grid=grid), operator(z, grid=grid), rtol=1e-11, atol=1e-11)
-    assert len(graphs) == 1
-
-
-@variants
-def test_compiled_training_agrees(case: tuple) -> None:
-    torch._dynamo.reset()
-    operator = build(*case)
-    compiled = torch.compile(operator, fullgraph=True, backend="aot_eager")
-    z, grad = tokens(n=12), torch.randn(2, 12, 24, dtype=F64)
-    eager = gradients(operator, z, grad, grid=(3, 4))
-    traced = gradients(compiled, z, grad, grid=(3, 4))
-    for name, value in eager.items():
-        found = traced.get(name, traced.get(f"_orig_mod.{name}"))
-        assert relative(found, value) < 1e-10 or (found - value).norm() < 1e-12, name
+    compiled = torch.compile(operator, fullgraph=True, dynamic=True, backend=counter)
+    for n, grid in ((12, (3, 4)), (42, (6, 7))):
+        z, grad = tokens(n=n), torch.randn(2, n, 24, dtype=F64)
+        eager, traced = gradients(operator, z, grad, grid=grid), gradients(compiled, z, grad, grid=grid)
+        for name, value in eager.items():
+            found = traced.get(name, traced.get(f"_orig_mod.{name}"))
+            assert relative(found, value) < 1e-10 or (found - value).norm() < 1e-12, name
+    assert counter.frame_count == 1
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inside inductor's own import
@@ -77,7 +61,7 @@ def test_inductor_once() -> None:
             assert relative(traced.get(name, traced.get(f"_orig_mod.{name}")), value) < 1e-5, name
 
 
-@pytest.mark.parametrize("case", VARIANTS, ids=label)
+@pytest.mark.parametrize("case", PAIRS, ids=label)
 def test_exports_with_any_batch_and_length(case: tuple) -> None:
     operator = build(*case).eval()
     if "2d" in case[1].values():  # a grid is part of the program: fixed
@@ -115,13 +99,8 @@ def test_a_traced_program_holds_for_other_gates() -> None:
         assert fake.grad.shape == one.shape
 
 
-old_and_says_so = pytest.mark.filterwarnings(
-    "ignore:`torch.jit", "ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
-)
-
-
 @old_and_says_so
-@pytest.mark.parametrize("case", [case for case in VARIANTS if "2d" not in case[1].values()], ids=label)  # it knows no `grid`
+@pytest.mark.parametrize("case", [case for case in PAIRS if "2d" not in case[1].values()], ids=label)  # it knows no `grid`
 def test_torch_jit_finds_the_same_graph_without_gradients(case: tuple) -> None:
     """torch.jit.trace takes a second look, without gradients, and refuses a graph that differs. Either way it trains."""
     operator = build(*case)
@@ -143,27 +122,7 @@ def test_torch_jit_traces_networks_for_every_size(case: Any) -> None:
         assert relative(program(x), model(x)) < 1e-7  # a size is a tensor there: sums with it are in float32
 
 
-NO_QR = [case for case in networks.CASES if case[1].get("mode") != "proximal"]  # which ONNX does not know
-
-
-@old_and_says_so
-@pytest.mark.parametrize("case", NO_QR, ids=networks.label)
-def test_the_old_exporter_to_onnx_knows_every_operation(case: Any, tmp_path: Any) -> None:
-    model = networks.build(case, dtype=torch.float32, depth=1, readout_depth=1).eval()
-    x, file = networks.images(dtype=torch.float32, batch=2), str(tmp_path / "model.onnx")
-    try:
-        torch.onnx.export(model, (x,), file, dynamo=False, input_names=["images"], dynamic_axes={"images": {0: "batch"}})
-    except torch.onnx.OnnxExporterError as error:
-        if "Module onnx is not installed" not in str(error):  # which is asked for last, to write the file
-            raise
-    runtime = pytest.importorskip("onnxruntime", reason="every operation is known; running the file needs onnx, onnxruntime")
-    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    for batch in (1, 3):
-        y = networks.images(dtype=torch.float32, batch=batch)
-        assert relative(torch.from_numpy(session.run(None, {"images": y.numpy()})[0]), model(y)) < 1e-5
-
-
-@pytest.mark.parametrize("case", networks.FAMILIES + networks.OPTIONS, ids=networks.label)
+@networks.families
 def test_one_image_is_an_example_of_every_batch(case: Any) -> None:
     """As ONNX's exporter asks torch.export: by itself that takes an example of 1 for the only size there is."""
     model = networks.build(case, depth=1, readout_depth=1).eval()
@@ -197,14 +156,6 @@ def test_positions_of_a_fixed_size_are_added_as_they_are() -> None:
     for size, resized in (((32, 48), False), ((48, 48), True)):
         program = torch.export.export(model, (networks.images(size),), dynamic_shapes=shapes)
         assert ("upsample" in str(program.graph)) == resized
-
-
-def test_an_exported_program_survives_a_file(tmp_path: Any) -> None:
-    operator = build("dmsa", {}).eval()
-    program = torch.export.export(operator, (tokens(),))
-    torch.export.save(program, tmp_path / "dmsa.pt2")
-    z = tokens()
-    torch.testing.assert_close(torch.export.load(tmp_path / "dmsa.pt2").module()(z), operator(z))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -65,7 +65,6 @@ def scored(
     from dmst.analysis.scored import TESTS
     from dmst.analysis.scored import scored as curves
     from dmst.engine.distributed import joined
-    from dmst.engine.masked import has_masks, masked
     from dmst.engine.prepare import read_weights
     from dmst.errors import choose
 
@@ -77,9 +76,9 @@ def scored(
         with counted("curves", found.count) as tick:
             scores = curves(model, found, layer=layer, tests=tests, steps=steps, draws=draws, tick=tick)
         masks = None
-        if foreground and has_masks(found):
+        if foreground and found.has_masks:
             with counted("masks", found.count) as tick:
-                masks = against_masks(model, masked(found), tick=tick)
+                masks = against_masks(model, found.masked(), tick=tick)
     if as_json:
         say(json.dumps({"sample": found.name, "scored": scores.to_dict(), "foreground": masks and masks.to_dict()}))
         return
