@@ -1,17 +1,14 @@
-"""Atomic writes: temporary file, fsync, rename. Reads verify the sha256.
+"""Atomic writes: temporary file, fsync, rename. Reads are of plain files, of a bounded size.
 
-    write_text, write_bytes(path, data)    temporary file beside it, synced, then one rename
-    write_folder(folder, {name: bytes})    temporary folder beside it, every file synced; an old folder steps aside, the new one
-                                           takes its place, the old one is removed
+    write_text, write_bytes(path, data)    .<name>.<random> beside it, synced, then one rename
+    write_folder(folder, files, size)      the same with a folder; an old one steps aside to .<name>.old.<random> until the
+                                           new one is in its place
     append(path, data)                     to the end of a file of ours
-    set_aside(folder)                      old folders that stepped aside: all that a kill between two renames can leave
-    sealed(told)                           JSON whose last entry, self_sha256, covers the rest; check_seal is its reader
-    opened(path), read(path, size)         the bytes of a plain file: no pipe is waited for, no device read, no pickle
-    refuse_pickle(path, raw)               by the first bytes, whatever the name
+    read(path)                             no pipe, device or pickle, and no more bytes than asked for
+    sealed(told), check_seal               JSON whose last entry, self_sha256, covers the rest
 
-A failure to write raises SaveError, names what is needed and free, and leaves everything as it was. Nothing is written through
-a link, or to a file that has a second name: such a file may be somebody else's. Temporary names cannot be guessed, and are
-made, never opened. Modes are those of the umask.
+A failure to write raises SaveError, says how many bytes are needed and free, and leaves everything as it was. Nothing is
+written through a link: a rename replaces it. Temporary names are random, and are made with O_EXCL.
 """
 
 from __future__ import annotations
@@ -24,15 +21,14 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from dmst.errors import BadFileError, FullDiskError, SaveError
 from dmst.words import fitting
 
-Pieces = bytes | Iterable[bytes | memoryview]  # a file at once, or as it comes
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the largest file allowed
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 REMEDY = "Load it where you trust it and save it again with safetensors.torch.save_file."
@@ -47,7 +43,7 @@ def write_text(path: Path, text: str) -> Path:
 
 def write_bytes(path: Path, data: bytes) -> Path:
     """Write a file; returns its path."""
-    staging = unguessed(path)
+    staging = temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(staging, data)
@@ -55,59 +51,64 @@ def write_bytes(path: Path, data: bytes) -> Path:
     except OSError as error:
         raise failed(path, error, len(data)) from error
     finally:
-        with suppress(OSError):
-            staging.unlink(missing_ok=True)
+        remove(staging)
     with suppress(OSError):  # the new file is in place
         sync(path.parent)
     return path
 
 
-def append(path: Path, data: bytes) -> None:
-    """Add to the end of a file, which is made if there is none. OSError if it is a link; a second name of it stays as it is."""
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link, and links are not followed")
-    if path.exists() and path.stat().st_nlink > 1:  # `cp -al` made a copy
-        write_bytes(path, path.read_bytes() + data)
-        return
-    with path.open("ab") as file:
-        file.write(data)
-
-
-def unguessed(path: Path) -> Path:
-    """A name beside `path` that nobody can have prepared."""
-    return path.with_name(f".{fitting(path.name)}.{secrets.token_hex(8)}")
-
-
-def write_folder(
-    folder: Path,
-    files: Mapping[str, Pieces],
-    *,
-    size: int | None = None,
-    staging: Path | None = None,
-    aside: Path | None = None,
-) -> Path:
-    """Write a folder of these files, in their order, in the place of an old one if there is one; returns its path.
-
-    `size` is that of files that come in pieces. `staging` and `aside` are for a caller who sweeps them after a kill: where the
-    new one is made and where the old one steps, both beside `folder`.
-    """
-    size = sum(len(x) for x in files.values() if isinstance(x, bytes)) if size is None else size
+def write_folder(folder: Path, files: Iterable[tuple[str, bytes]], size: int) -> Path:
+    """Write a folder of these files, about `size` bytes in all, in the place of an old one; returns its path."""
     needed = size + size // 5  # a fifth to spare
+    staging, aside = temporary(folder), temporary(folder, "old.")
     try:
-        _put(folder, files, needed, staging, aside)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(folder.parent).free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        staging.mkdir()
+        for name, data in files:
+            _write(staging / name, data)
+        sync(staging)
+        try:
+            if os.path.lexists(folder):
+                folder.rename(aside)
+            staging.rename(folder)
+        except BaseException:
+            if os.path.lexists(aside):
+                aside.rename(folder)
+            raise
     except OSError as error:
         raise failed(folder, error, needed) from error
+    finally:
+        remove(staging)
     with suppress(OSError):  # the new folder is in place: to say that the old one is untouched would be a lie
         sync(folder.parent)
-    for left in [x.parent for x in set_aside(folder)] if aside is None else [aside]:
-        remove(left)  # ours, and what a kill left: the new folder is whole and in place
+    for left in set_aside(folder):
+        remove(left)
     return folder
 
 
 def set_aside(folder: Path) -> list[Path]:
+    """What stepped aside for a new `folder`: all that a kill between the two renames leaves of it."""
     with suppress(OSError, ValueError):
-        return sorted(folder.parent.glob(f".{glob.escape(folder.name)}.old.*/{glob.escape(folder.name)}"))
+        return sorted(folder.parent.glob(f".{glob.escape(fitting(folder.name))}.old.*"))
     return []
+
+
+def temporary(path: Path, kind: str = "") -> Path:
+    """A name beside `path` that nobody can have prepared; beside it, for a rename stays on one disk."""
+    return path.with_name(f".{fitting(path.name)}.{kind}{secrets.token_hex(8)}")
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add to the end of a file, which is made if there is none. OSError if it is a link; a copy by `cp -al` stays as it is."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link, and links are not followed")
+    if path.exists() and path.stat().st_nlink > 1:
+        write_bytes(path, path.read_bytes() + data)
+        return
+    with path.open("ab") as file:
+        file.write(data)
 
 
 def remove(path: Path) -> None:
@@ -139,51 +140,9 @@ def failed(path: Path, error: OSError, needed: int) -> SaveError:
     )
 
 
-def _put(folder: Path, files: Mapping[str, Pieces], needed: int, staging: Path | None, aside: Path | None) -> None:
-    if staging is None:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(folder.parent).free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    staging = staging or unguessed(folder)  # beside it: a rename stays on one disk
-    staging.mkdir()
-    try:
-        for name, data in files.items():
-            _write(staging / name, data)
-        sync(staging)
-        if os.path.lexists(folder):
-            _swap(folder, staging, aside)
-        else:
-            staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _swap(folder: Path, staging: Path, aside: Path | None) -> None:
-    """Two renames; what fails is taken back."""
-    room = None
-    if aside is None:
-        room = folder.with_name(f".{folder.name}.old.{secrets.token_hex(8)}")
-        room.mkdir()
-        aside = room / folder.name
-    else:
-        remove(aside)
-    try:
-        old = folder.rename(aside)
-        try:
-            staging.rename(folder)
-        except BaseException:
-            old.rename(folder)
-            raise
-    except BaseException:
-        if room:
-            room.rmdir()
-        raise
-
-
-def _write(path: Path, data: Pieces) -> None:
-    with path.open("xb") as file:  # made by us, or refused
-        for piece in [data] if isinstance(data, bytes) else data:
-            file.write(piece)
+def _write(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -191,46 +150,23 @@ def _write(path: Path, data: Pieces) -> None:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def sealed(told: dict[str, Any]) -> bytes:
-    """The one way to write `told`, its own hash last."""
-    body = json.dumps(told, indent=2, allow_nan=False)
-    digest = hashlib.sha256(body.encode()).hexdigest()
-    return (json.dumps(told | {"self_sha256": digest}, indent=2, allow_nan=False) + "\n").encode()
-
-
-def check_seal(path: Path, told: dict[str, Any], raw: bytes) -> None:
-    """Refuse `told`, read from the bytes `raw`, unless these are the ones that `sealed` writes."""
-    try:
-        same = sealed({key: value for key, value in told.items() if key != "self_sha256"}) == raw
-    except (ValueError, RecursionError):  # an infinity, which JSON itself does not know; deeper than it can be written
-        same = False
-    if not same:
-        raise BadFileError(f"{path} is damaged or was edited: its bytes do not match its self_sha256.")
-
-
-@contextmanager
-def opened(path: Path, *, links: bool = False) -> Iterator[tuple[BinaryIO, int]]:
-    """A plain file and its size, of which nothing is read yet; `links` to one are followed. OSError if there is none."""
-    info = path.stat() if links else path.lstat()
-    if not stat.S_ISREG(info.st_mode):
-        raise BadFileError(f"{path} is not a plain file{'' if links else ': links are not followed'}.")
-    with path.open("rb", buffering=0) as file:  # a buffer would hold all of it twice
-        refuse_pickle(path, file.read(8))
-        file.seek(0)
-        try:
-            yield file, info.st_size
-        except MemoryError as error:
-            raise BadFileError(f"{path} has {info.st_size:,} bytes, and there is no memory for so many.") from error
-
-
 def read(path: Path, size: int | None = None, *, most: int | None = None, links: bool = False) -> bytes:
-    """The bytes of a plain file, of this size or of at most so many."""
-    with opened(path, links=links) as (file, found):
-        if most is not None and found > most:
-            raise BadFileError(f"{path} is damaged: {found:,} bytes instead of at most {most:,}.")
-        if size not in (None, found):
-            raise BadFileError(f"{path} is damaged: {found:,} bytes instead of {size:,}.")
-        return file.read()
+    """The bytes of a plain file, of this size or of at most so many; `links` to one are followed."""
+    try:
+        info = path.stat() if links else path.lstat()
+        if not stat.S_ISREG(info.st_mode):
+            raise BadFileError(f"{path} is not a plain file{'' if links else ': links are not followed'}.")
+        with path.open("rb") as file:
+            if file.read(8).startswith(PICKLES):
+                raise BadFileError(f"{path} is a pickle or zip file, which can run code when it is read: refused. {REMEDY}")
+            if most is not None and info.st_size > most:
+                raise BadFileError(f"{path} is damaged: {info.st_size:,} bytes instead of at most {most:,}.")
+            if size not in (None, info.st_size):
+                raise BadFileError(f"{path} is damaged: {info.st_size:,} bytes instead of {size:,}.")
+            file.seek(0)
+            return file.read()
+    except OSError as error:
+        raise BadFileError(f"{path} cannot be read ({error.strerror or error}).") from error
 
 
 def json_object(path: Path, raw: bytes, what: str) -> dict[str, Any]:
@@ -244,7 +180,17 @@ def json_object(path: Path, raw: bytes, what: str) -> dict[str, Any]:
     return told
 
 
-def refuse_pickle(path: Path, raw: bytes) -> None:
-    """Refuse a file that begins as pickles and zips do: to read one can run code."""
-    if raw.startswith(PICKLES):
-        raise BadFileError(f"{path} is a pickle or zip file, which can run code when it is read: refused. {REMEDY}")
+def sealed(told: dict[str, Any]) -> bytes:
+    """The one way to write `told`, its own hash last."""
+    digest = hashlib.sha256(json.dumps(told, indent=2, allow_nan=False).encode()).hexdigest()
+    return (json.dumps(told | {"self_sha256": digest}, indent=2, allow_nan=False) + "\n").encode()
+
+
+def check_seal(path: Path, told: dict[str, Any], raw: bytes) -> None:
+    """Refuse `told`, read from the bytes `raw`, unless these are the ones that `sealed` writes."""
+    try:
+        same = sealed({key: value for key, value in told.items() if key != "self_sha256"}) == raw
+    except (ValueError, RecursionError):  # an infinity, which JSON itself does not know; deeper than it can be written
+        same = False
+    if not same:
+        raise BadFileError(f"{path} is damaged or was edited: its bytes do not match its self_sha256.")

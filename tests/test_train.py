@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from dmst.data.loader import Batch, TrainStream
 from dmst.engine import prepare, train_step
 from dmst.engine import train_loop as engine
+from dmst.engine.checkpoint import RunFolder
 from dmst.engine.console import Quiet
 from dmst.engine.distributed import Group
 from dmst.engine.evaluate import Score, evaluate_weights
-from dmst.engine.folder import RunFolder
 from dmst.engine.optim import Mean, Muon, Optimizer, lr_factor, orthogonal
 from dmst.engine.recipe import Recipe, from_toml
 from dmst.engine.train_loop import Result, train
@@ -30,8 +30,8 @@ from dmst.engine.train_step import MOST_SKIPS, TrainStep
 from dmst.errors import ConfigError, DeviceMemoryError, DmstError, NonFiniteError, OptionError, Stopped
 from dmst.models import VisionModel, create_model, load_model, save_model
 from dmst.operators.orthonormal import OrthonormalLinear, is_orthonormal
+from tests.forged import grown
 from tests.runs import EVERYTHING, LAST, RANDOM, SAVED, Cut, CutAfter, digests, on_pictures, pictures, tensors, tiny, told
-from tests.test_checkpoint import state_size
 
 CPU = Group(torch.device("cpu"))
 EVERY_STEP = [*RANDOM, "run.accumulate=2", "run.save_every=1", "run.keep=20"]
@@ -192,7 +192,7 @@ def test_a_run_that_is_cut_off_five_times_ends_in_the_same_bits(opt: str, turned
     assert modules and all(is_orthonormal(module.weight) for module in modules)
 
 
-@pytest.mark.parametrize(("how", "why"), [("a flipped bit", "sha256"), ("3 GB, as stated", "states [\\d,]+ bytes of tensors")])
+@pytest.mark.parametrize(("how", "why"), [("a flipped bit", "sha256"), ("3 GB, as stated", "states [\\d,]+ bytes, and those")])
 def test_a_bad_checkpoint_costs_only_the_steps_since_the_one_before(
     how: str, why: str, reference: Result, tmp_path: Path
 ) -> None:
@@ -203,7 +203,7 @@ def test_a_bad_checkpoint_costs_only_the_steps_since_the_one_before(
     raw[-9] ^= 4
     newest.write_bytes(raw)
     if how == "3 GB, as stated":
-        state_size(newest.parent, 3 * 10**9, newest.name)
+        grown(newest.parent, newest.name, 3 * 10**9)
     with pytest.warns(UserWarning, match=rf"step_00000006 is skipped: .*{why}.* goes on from step 3: 3 steps are lost"):
         go(tiny(*EVERYTHING), tmp_path)
     assert digests(tmp_path) == digests(reference.folder)

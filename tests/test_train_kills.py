@@ -28,7 +28,7 @@ import torch
 
 from dmst import atomic, cli
 from dmst.engine import evaluate, train_loop, train_step
-from dmst.engine.folder import RunFolder
+from dmst.engine.checkpoint import RunFolder
 from dmst.engine.optim import Muon
 from dmst.engine.recipe import Recipe
 from dmst.errors import FullDiskError, SaveError

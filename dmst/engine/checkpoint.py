@@ -1,205 +1,348 @@
-"""One checkpoint: a folder whose every byte is accounted for, or refused. No pickle, neither written nor read.
+"""The folder of a run and its checkpoints: a kill at any instant leaves a whole one, and what is damaged is never loaded.
 
-    model.safetensors    and ema, optim: one file for each entry of `Snapshot.tensors`
-    state.json           `Snapshot.state`
-    config.toml          `Snapshot.recipe`
-    manifest.json        written last: schema, step, context, size and sha256 of each file above; `self_sha256` covers the rest
+    <run>/lock                           held with flock; the kernel frees it when the process dies
+    <run>/checkpoints/step_00000012/     8 digits, so that names sort as steps do
+              model.safetensors          and optim, ema: one file for each entry of `State.tensors`
+              state.json                 the other fields of `State`
+              manifest.json              written last: schema, size and sha256 of each file above, and its own sha256
+    <run>/checkpoints/.step_00000012.*   being written or removed, or stepped aside (atomic.py); the next run sweeps it
 
 Reading follows the manifest: a file that it does not list is never opened, one that it lists is read once, and those bytes are
-hashed and then parsed. Whether the tensors fit a model is asked with `tensors.fit`.
+hashed and then parsed. Links are not followed. Reading needs no lock: `RunFolder(path).newest()` serves those who only look.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import importlib
 import json
+import os
 import re
+import stat
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from dmst import atomic
 from dmst.errors import BadFileError, OptionError, SaveError
-from dmst.models.tensors import LONGEST_HEADER, not_finite, pieces, read
+from dmst.models.tensors import LONGEST_HEADER, from_bytes, not_finite, to_bytes
 
-SCHEMA = 1
-MANIFEST, STATE, RECIPE, TENSORS = "manifest.json", "state.json", "config.toml", ".safetensors"
-STEM = re.compile(r"[a-z][a-z0-9_]*")
-LARGEST_MANIFEST, LARGEST_SMALL = 2**20, 2**24  # bytes: of the manifest, and of state and recipe
-REFUSED = "it was not written by this program, and nothing was read."
+SCHEMA = 2
+MANIFEST, STATE, TENSORS = "manifest.json", "state.json", ".safetensors"
+LARGEST_MANIFEST = 2**20  # bytes
+LISTED = re.compile(r"[a-z][a-z0-9_]*\.(safetensors|json|toml)")
+STEP = re.compile(r"step_(\d{8}|[1-9]\d{8,})")
+CUT_OFF = re.compile(r"\.step_\d+\.[0-9a-f]{16}|\.tmp-\w+-\d+|dead\.step_\d+")  # the last two by 0.1.0
+ASIDE = re.compile(r"\.(step_\d+)\.old\.[0-9a-f]{16}")
+LOCK = re.compile(r"(\d+( \S+)?\n)?")  # the process that holds it
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class State:
     """All that a run needs to go on from after `step` optimizer steps."""
 
     step: int
-    tensors: dict[str, dict[str, Tensor]]  # "model", "ema" or "optim" -> name -> tensor
-    state: dict[str, Any] = field(default_factory=dict)  # plain JSON
-    recipe: str = ""  # TOML
-    context: dict[str, Any] = field(default_factory=dict)  # plain JSON: config hash, dataset fingerprint, versions
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)  # "model", "ema", "optim" -> by name
+    best: dict[str, Any] = field(default_factory=dict)  # the best evaluation so far: step, epoch, top1, of
+    epoch_sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # loss, right, images of the epoch so far
+    scaler: list[float] = field(default_factory=list)  # of fp16: scale, good steps, skipped steps
+    processes: int = 1
+    # what the bits depend on
+    recipe: str = ""  # its sha256
+    data: str = ""  # fingerprint of the images: names, sizes, labels
+    content: str = ""  # sha256 of what is in the files, where they were scanned
+    versions: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+def migrate(schema: int, told: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
+    """What state.json says, as schema 2 has it.
 
-
-def contents(snapshot: Snapshot) -> tuple[int, dict[str, atomic.Pieces]]:
-    """How many bytes a checkpoint of `snapshot` takes, about, and its files in pieces, for `atomic.write_folder`.
-
-    What could not be loaded is refused here, before a byte is written. The manifest is made when its turn comes: last, when
-    the pieces of the others have gone by.
+    1 (dmst 0.1.0): the manifest had step and context; state.json had epoch, tick and seed too, which follow from others.
     """
-    parts, told = _parts(snapshot), dict[str, Any]()
-    files: dict[str, atomic.Pieces] = {name: _hashed(name, data, told) for name, (_, data) in parts.items()}
-    files[MANIFEST] = (_sealed(snapshot, told) for _ in range(1))
-    return sum(size for size, _ in parts.values()) + len(_plain("context", snapshot.context)) + 2**12, files
-
-
-def holds(folder: Path, snapshot: Snapshot) -> bool:
-    """Whether `folder` is a checkpoint of exactly `snapshot`, and whole."""
-    size = sum(x.nbytes for tensors in snapshot.tensors.values() for x in tensors.values())
-    try:
-        stored = verify(folder, snapshot.step, size)
-    except BadFileError:
-        return False
-    told: dict[str, Any] = {}
-    for name, (_, data) in _parts(snapshot).items():
-        for _ in _hashed(name, data, told):
-            pass
-    return atomic.sealed(stored) == _sealed(snapshot, told)
-
-
-def _parts(snapshot: Snapshot) -> dict[str, tuple[int, Iterable[bytes | memoryview]]]:
-    """Size and pieces of every file but the manifest."""
-    if type(snapshot.step) is not int or snapshot.step < 0:
-        raise OptionError(f"step is {snapshot.step!r}: it must be a whole number of at least 0.")
-    small = {STATE: _plain("state", snapshot.state), RECIPE: snapshot.recipe.encode()}
-    parts: dict[str, tuple[int, Iterable[bytes | memoryview]]] = {name: (len(raw), [raw]) for name, raw in small.items()}
-    for stem, tensors in snapshot.tensors.items():
-        if not STEM.fullmatch(stem):
-            raise OptionError(f"tensors has an entry {stem!r}: it names a file, so it must be small letters, digits and _.")
-        parts[stem + TENSORS] = pieces(stem, tensors)
-        if bad := not_finite(tensors):
-            raise SaveError(f"step {snapshot.step} is not saved: {bad} of {stem} holds NaN or infinity.")
-    return parts
-
-
-def _plain(what: str, value: dict[str, Any]) -> bytes:
-    """`value` as JSON, if JSON brings it back unchanged."""
-    for key, entry in value.items():
-        try:
-            same = json.loads(json.dumps({key: entry}, allow_nan=False)) == {key: entry}
-        except (TypeError, ValueError, RecursionError):
-            same = False
-        if not same:
-            raise OptionError(f"{what}[{key!r}] cannot be kept: only text, finite numbers, lists, and dicts by text can.")
-    return json.dumps(value, indent=2, allow_nan=False).encode()
-
-
-def _hashed(name: str, data: Iterable[bytes | memoryview], told: dict[str, Any]) -> Iterator[bytes | memoryview]:
-    """The same pieces; `told` learns size and sha256 when the last has gone by."""
-    size, digest = 0, hashlib.sha256()
-    for piece in data:
-        size += len(piece)
-        digest.update(piece)
-        yield piece
-    told[name] = {"size": size, "sha256": digest.hexdigest()}
-
-
-def _sealed(snapshot: Snapshot, told: dict[str, Any]) -> bytes:
-    return atomic.sealed({"schema": SCHEMA, "step": snapshot.step, "context": snapshot.context, "files": told})
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-def load(folder: Path, step: int | None = None, most: int | None = None) -> Snapshot:
-    """The checkpoint in `folder`, verified to the last byte; else BadFileError, which says what is wrong with it.
-
-    One that states more than `most` bytes of tensors, and a header for each, is refused before it is read.
-    """
-    told = manifest(folder, step, most)
-    tensors: dict[str, dict[str, Tensor]] = {}
-    small: dict[str, bytes] = {}
-    for name, raw in _files(folder, told):
-        if not name.endswith(TENSORS):
-            small[name] = raw
-            continue
-        found = read(folder / name, raw)
-        if bad := not_finite(found):
-            raise BadFileError(f"{folder / name}: {bad} holds NaN or infinity.")
-        tensors[name.removesuffix(TENSORS)] = found
-    state = atomic.json_object(folder / STATE, small[STATE], "the state of a run")
-    try:
-        _plain("state", state)
-        recipe = small[RECIPE].decode()
-    except ValueError as error:
-        raise BadFileError(f"{folder}: {STATE} or {RECIPE} holds what no run writes ({error}).") from error
-    return Snapshot(told["step"], tensors, state, recipe, told["context"])
-
-
-def verify(folder: Path, step: int | None = None, most: int | None = None) -> dict[str, Any]:
-    """Read every byte and hold it against the manifest, which is returned; else BadFileError."""
-    told = manifest(folder, step, most)
-    for _ in _files(folder, told):
-        pass
+    if schema == 1:
+        kept = {key: told[key] for key in ("best", "epoch_sums", "scaler", "processes")}
+        return {"step": manifest["step"], **kept, **manifest["context"]}
     return told
 
 
-def manifest(folder: Path, step: int | None = None, most: int | None = None) -> dict[str, Any]:
-    """What manifest.json says, without its hash: sealed, of a known schema, and listing nothing but the files above.
+# --- one checkpoint ---------------------------------------------------------------------------------------------------
 
-    Where a step is asked for, the folder must be of that step, and no link to somewhere else.
+
+def write(folder: Path, state: State) -> Path:
+    """Write a checkpoint, whole or not at all; returns its folder. What is not finite is refused before a byte is written."""
+    for stem, tensors in state.tensors.items():
+        if bad := not_finite(tensors):
+            raise SaveError(f"step {state.step} is not saved: {bad} of {stem} holds NaN or infinity.")
+    told = {each.name: getattr(state, each.name) for each in fields(State) if each.name != "tensors"}
+    try:
+        text = json.dumps(told, indent=2, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise SaveError(f"step {state.step} is not saved: {error}.") from error
+    size = sum(x.nbytes + 256 for tensors in state.tensors.values() for x in tensors.values()) + 2 * len(text)
+    return atomic.write_folder(folder, _files(state.tensors, text), size)
+
+
+def _files(tensors: dict[str, dict[str, Tensor]], text: bytes) -> Iterator[tuple[str, bytes]]:
+    """Name and bytes of each file, made when its turn comes: one at a time in memory."""
+    listed = {}
+    for name in [STATE, *(f"{stem}{TENSORS}" for stem in tensors)]:
+        raw = text if name == STATE else to_bytes(tensors[name.removesuffix(TENSORS)])
+        listed[name] = {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        yield name, raw
+    yield MANIFEST, atomic.sealed({"schema": SCHEMA, "files": listed})
+
+
+def load(folder: Path, step: int, most: int | None = None) -> State:
+    """The checkpoint of `step` in `folder`, verified to the last byte; else BadFileError, which says what is wrong with it.
+
+    One that states more than `most` bytes, and a header for each file, is refused before it is read.
     """
     path = folder / MANIFEST
-    if step is not None and folder.is_symlink():
+    if folder.is_symlink():
         raise BadFileError(f"{folder} is a link: links are not followed.")
-    raw = _read(path)
-    told = atomic.json_object(path, raw, "the manifest of a checkpoint")
-    atomic.check_seal(path, told, raw)
-    del told["self_sha256"]
-    schema, files = told.get("schema"), told.get("files")
+    raw = atomic.read(path, most=LARGEST_MANIFEST)
+    manifest = atomic.json_object(path, raw, "the manifest of a checkpoint")
+    atomic.check_seal(path, manifest, raw)
+    schema = manifest.get("schema")
     if type(schema) is int and schema > SCHEMA:
         raise BadFileError(
             f"{path} is of a newer dmst: its schema is {schema}, and this one reads up to {SCHEMA}. Update dmst."
         )
-    if type(schema) is not int or schema < 1 or type(told.get("step")) is not int or type(told.get("context")) is not dict:
-        raise BadFileError(f"{path} is not the manifest of a checkpoint: it misses schema, step or context.")
-    if step not in (None, told["step"]):
-        raise BadFileError(f"{folder} was renamed: it holds step {told['step']}.")
-    if type(files) is not dict or not {STATE, RECIPE} <= files.keys():
-        raise BadFileError(f"{path} is not the manifest of a checkpoint: it does not list {STATE} and {RECIPE}.")
-    for name, stated in files.items():
-        known = name in (STATE, RECIPE) or (name.endswith(TENSORS) and STEM.fullmatch(name.removesuffix(TENSORS)))
-        if not known:
-            raise BadFileError(f"{path} lists {name!r}, which no checkpoint has: {REFUSED}")
-        if type(stated) is not dict or type(stated.get("size")) is not int or type(stated.get("sha256")) is not str:
-            raise BadFileError(f"{path} states no size and sha256 of {name}: {REFUSED}")
-        if name in (STATE, RECIPE) and stated["size"] > LARGEST_SMALL:
-            raise BadFileError(f"{path} states {stated['size']:,} bytes of {name}, more than {LARGEST_SMALL:,}: {REFUSED}")
-    sizes = [stated["size"] for name, stated in files.items() if name.endswith(TENSORS)]
-    if most is not None and sum(sizes) > most + LONGEST_HEADER * len(sizes):
-        raise BadFileError(
-            f"{path} states {sum(sizes):,} bytes of tensors, and those of this run are at most {most:,}: nothing was read."
-        )
-    return told
-
-
-def _files(folder: Path, told: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """Each listed file, once its bytes are known to be right; one at a time in memory."""
-    for name, stated in told["files"].items():
-        raw = _read(folder / name, stated["size"])
-        if hashlib.sha256(raw).hexdigest() != stated["sha256"]:
-            raise BadFileError(f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST}.")
-        yield name, raw
-
-
-def _read(path: Path, size: int | None = None) -> bytes:
-    """The bytes of a plain file of this size (nothing states that of a manifest), and no pickle."""
     try:
-        return atomic.read(path, size, most=LARGEST_MANIFEST if size is None else None)
+        listed = {name: (stated["size"], stated["sha256"]) for name, stated in manifest["files"].items()}
+        total = sum(size for size, _ in listed.values())
+        if type(schema) is not int or schema < 1 or not all(LISTED.fullmatch(name) for name in listed):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadFileError(f"{path} is not the manifest of a checkpoint: nothing was read.") from error
+    if most is not None and total > most + LONGEST_HEADER * len(listed):
+        raise BadFileError(f"{path} states {total:,} bytes, and those of this run are at most {most:,}: nothing was read.")
+    tensors, told = {}, dict[str, Any]()
+    for name, (size, digest) in listed.items():
+        raw = atomic.read(folder / name, size)
+        if hashlib.sha256(raw).hexdigest() != digest:
+            raise BadFileError(f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST}.")
+        if name == STATE:
+            told = atomic.json_object(folder / name, raw, "the state of a run")
+        elif name.endswith(TENSORS):
+            tensors[name.removesuffix(TENSORS)] = from_bytes(folder / name, raw)
+    try:
+        found = State(**migrate(schema, told, manifest), tensors=tensors)
+        wrong = [each.name for each in fields(State) if type(getattr(found, each.name)) is not type(getattr(BLANK, each.name))]
+    except (KeyError, TypeError) as error:
+        raise BadFileError(f"{folder / STATE} is not the state of a run ({error}).") from error
+    if wrong:
+        raise BadFileError(f"{folder / STATE} is not the state of a run: {wrong[0]} is {getattr(found, wrong[0])!r}.")
+    if found.step != step:
+        raise BadFileError(f"{folder} was renamed: it holds step {found.step}.")
+    return found
+
+
+BLANK = State(0)
+
+# --- all of a run -----------------------------------------------------------------------------------------------------
+
+
+class RunFolder:
+    """`with RunFolder(path) as run:` makes the folder, takes its lock and sweeps it; only then can it save and prune."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self._lock: int | None = None
+        self._was: os.stat_result | None = None  # the folder of the checkpoints, as it was found
+        self._most: int | None = None  # bytes that a checkpoint may state
+        self._good: set[int] = set()  # steps that were written or verified here
+
+    def __enter__(self) -> RunFolder:
+        if self._lock is not None:
+            raise OptionError(f"{self.path} is open already.")
+        posix()  # or an error, before anything is made
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path / "lock")
+            HELD.add(self)
+            if self.checkpoints.is_symlink():
+                raise OptionError(f"{self.checkpoints} is a link, and links are not followed: move what it leads to here.")
+            self.checkpoints.mkdir(exist_ok=True)
+            self._was = os.lstat(self.checkpoints)
+            self._sweep()
+            atomic.sync(self.path)
+        except OSError as error:
+            self.__exit__()
+            if error.errno in atomic.NO_ROOM:
+                raise atomic.failed(self.path, error, 80) from error
+            raise OptionError(f"{self.path} cannot be the folder of a run ({error.strerror}): choose another one.") from error
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint, whole or not, oldest first."""
+        names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
+        return sorted(int(found[1]) for found in map(STEP.fullmatch, names) if found)
+
+    def load(self, step: int) -> State:
+        """The checkpoint of `step`, verified; BadFileError if it is damaged, or if there is none."""
+        found = load(self._folder(step), step, self._most)
+        self._good.add(step)
+        return found
+
+    def newest(self, most: int | None = None) -> State | None:
+        """The newest checkpoint that verifies, with a warning for each newer one that does not; None if there never was one.
+
+        From now on none that states more than `most` bytes is read. Some that do not verify and none that does is an error: a
+        run never starts again from step 0 in silence.
+        """
+        self._most = most
+        skipped: dict[str, BadFileError] = {}
+        for step in reversed(self.steps()):
+            try:
+                found = self.load(step)
+            except BadFileError as error:
+                skipped[self._folder(step).name] = error
+                continue
+            for name, why in skipped.items():
+                lost = int(name.removeprefix("step_")) - step
+                warnings.warn(
+                    f"{name} is skipped: {why} The run goes on from step {step}: {lost} steps are lost.", stacklevel=2
+                )
+            return found
+        if skipped:
+            told = "\n".join(f"  {name}: {why}" for name, why in skipped.items())
+            raise BadFileError(
+                f"no checkpoint in {self.checkpoints} can be used. To start again from step 0, move them away.\n{told}"
+            )
+        return None
+
+    def save(self, state: State) -> Path:
+        """Write a checkpoint, whole or not at all; returns its folder. Another one of the same step is replaced."""
+        folder = self._folder(state.step)
+        self.check_held(folder)
+        write(folder, state)
+        self._good.add(state.step)
+        return folder
+
+    def prune(self, keep: int = 2, protect: Iterable[int] = ()) -> list[int]:
+        """Remove what is older than the newest `keep` checkpoints that verify, but for `protect`; returns the steps removed.
+
+        At least 2 are kept. Damaged ones do not count: each that this run has not written or read is read once.
+        """
+        self.check_held(self.checkpoints)
+        keep, spared = max(keep, 2), set(protect)
+        kept = list(islice((step for step in reversed(self.steps()) if self._verifies(step)), keep))
+        gone = [step for step in self.steps() if step < kept[-1] and step not in spared] if len(kept) == keep else []
+        try:
+            atomic.sync(self.checkpoints)  # the newer ones are in their place also after a power cut
+            for step in gone:
+                folder = self._folder(step)
+                atomic.remove(folder.rename(atomic.temporary(folder)))
+        except OSError as error:
+            raise SaveError(f"old checkpoints in {self.checkpoints} could not be removed ({error.strerror}).") from error
+        return gone
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Write a file of this folder, which must be held."""
+        self.check_held(path, len(text))
+        atomic.write_text(path, text)
+
+    def check_held(self, path: Path, size: int = 0) -> None:
+        """Before `path` is written: our lock must still be the one that another run would find, and the checkpoints ours."""
+        if self._lock is None or self._was is None:
+            raise OptionError(f"{self.path} is not held: use it inside `with RunFolder(...) as run:`.")
+        for was, where, what in (
+            (os.fstat(self._lock), self.path / "lock", "the folder of the run"),
+            (self._was, self.checkpoints, "the folder of its checkpoints"),
+        ):
+            try:
+                same = os.path.samestat(was, os.lstat(where))
+            except OSError:
+                same = False
+            if not same:
+                raise atomic.failed(path, OSError(errno.ENOENT, f"{what} was moved away or replaced"), size)
+
+    def _folder(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:08d}"
+
+    def _verifies(self, step: int) -> bool:
+        try:
+            return step in self._good or self.load(step).step == step
+        except BadFileError:
+            return False
+
+    def _sweep(self) -> None:
+        """Put back what only stepped aside; then remove what was cut off."""
+        for path in sorted(self.checkpoints.iterdir()):
+            if found := ASIDE.fullmatch(path.name):
+                place = path.with_name(found[1])
+                atomic.remove(path) if os.path.lexists(place) else path.rename(place)
+            elif CUT_OFF.fullmatch(path.name):
+                atomic.remove(path)
+
+
+# --- the lock ---------------------------------------------------------------------------------------------------------
+
+
+def posix() -> ModuleType:
+    """fcntl; Windows has none. Asked for by those who lock, so that all else works there."""
+    try:
+        return importlib.import_module("fcntl")
+    except ImportError as error:
+        raise OptionError(
+            "training needs a POSIX system: a run's folder is locked with flock. Use Linux, macOS or WSL."
+        ) from error
+
+
+def _locked(path: Path) -> int:
+    """A handle that holds the lock `path` until it is closed; OptionError if another process does, or if it is no lock."""
+    fcntl = posix()
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
-        raise BadFileError(f"{path} cannot be read ({error.strerror or error}).") from error
+        if error.errno == errno.ELOOP:
+            raise OptionError(f"{path} is a link, and links are not followed: remove it, or choose another folder.") from error
+        raise
+    try:
+        text = os.read(handle, 80).decode(errors="replace") if stat.S_ISREG(os.fstat(handle).st_mode) else "a pipe or device"
+        if not LOCK.fullmatch(text):
+            raise OptionError(f"{path} is not the lock of a run: move it away, or choose another folder.")
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        return handle
+    except BlockingIOError as error:
+        os.close(handle)
+        by = f", process {text.split()[0]}," if text else ""
+        raise OptionError(
+            f"{path.parent} is in use: another run{by} is in it. Choose another folder, or end that run."
+        ) from error
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+HELD: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked child: a loader's worker that outlives a killed run must not keep its lock."""
+    for folder in HELD:
+        folder.__exit__()
+
+
+os.register_at_fork(after_in_child=_let_go)

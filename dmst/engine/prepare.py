@@ -19,8 +19,8 @@ from dmst.data.scan import Scanned, scan_all
 from dmst.data.scan import look as look_at
 from dmst.data.sets import ImageSet, split_off, subset
 from dmst.engine import journal
+from dmst.engine.checkpoint import RunFolder
 from dmst.engine.distributed import Group
-from dmst.engine.folder import RunFolder
 from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
 from dmst.models import ModelConfig, VisionModel, list_models, load_model, model_config, shipped

@@ -2,7 +2,7 @@
 
     <run>/recipe.toml          the resolved recipe; another one is refused, with what differs
     <run>/journal.jsonl        what happened (journal.py)
-    <run>/checkpoints/         whole or absent (folder.py); the newest `keep`, and the best
+    <run>/checkpoints/         whole or absent (checkpoint.py); the newest `keep`, and the best
     <run>/final/               model.safetensors and config.json, for dmst.load_model
     <run>/scan-*.json          which images were looked at
 
@@ -35,11 +35,10 @@ import dmst
 from dmst import atomic, provenance
 from dmst.data.loader import EvalStream, Shard
 from dmst.engine import journal, prepare
-from dmst.engine.checkpoint import Snapshot
+from dmst.engine.checkpoint import RunFolder, State
 from dmst.engine.console import Clock, Quiet
 from dmst.engine.distributed import Group, joined
 from dmst.engine.evaluate import Score, evaluate
-from dmst.engine.folder import RunFolder
 from dmst.engine.optim import lr_factor, put
 from dmst.engine.prepare import RECIPE
 from dmst.engine.recipe import Recipe, differences, from_toml
@@ -171,37 +170,37 @@ class _Loop:
 
     def _resume(self, allow_change: bool) -> None:
         """The newest checkpoint, from the main process to all."""
-        snapshot, told = None, ""
+        told = ""
         with self.group.together("reading the checkpoint"):
             if self.group.main:
                 held = sum(x.nbytes for tensors in self._tensors().values() for x in tensors.values())
-                snapshot = self.folder.newest(most=2 * held)  # another recipe's may be larger, and is told from this one below
-                told = "" if snapshot is None else json.dumps({"step": snapshot.step, **snapshot.state})
-                if snapshot is not None:
-                    self._check_context(snapshot, allow_change)
+                found = self.folder.newest(most=2 * held)  # another recipe's may be larger, and is told from this one below
+                if found is not None:
+                    told = json.dumps(vars(replace(found, tensors={})))
+                    self._check_same(found, allow_change)
                     for name, tensors in self._tensors().items():
-                        if name not in snapshot.tensors:
-                            raise OptionError(f"the checkpoint of step {snapshot.step} has no {name}: its recipe was another.")
-                        fit(snapshot.tensors[name], tensors)
-                        put(snapshot.tensors[name], tensors)
+                        if name not in found.tensors:
+                            raise OptionError(f"the checkpoint of step {found.step} has no {name}: its recipe was another.")
+                        fit(found.tensors[name], tensors, "the checkpoint")
+                        put(found.tensors[name], tensors)
         told = self.group.tell(told)
         if told:
             for tensors in self._tensors().values():
                 self.group.spread(tensors.values())
-            state = json.loads(told)
-            self.step, self.best, self.epoch_sums = state["step"], state["best"], state["epoch_sums"]
+            state = State(**json.loads(told))
+            self.step, self.best, self.epoch_sums = state.step, state.best, state.epoch_sums
             self._tried = self._saved = self.step
             if self.step > self.steps:
                 raise OptionError(
                     f"the run in {self.folder.path} is at step {self.step}, and this recipe ends after {self.steps}: "
                     "schedule.epochs must be more."
                 )
-            if state["scaler"] and self.recipe.run.amp == "fp16":
-                self.work.scale, self.work.good, self.work.skipped = state["scaler"]
+            if state.scaler and self.recipe.run.amp == "fp16":
+                self.work.scale, self.work.good, self.work.skipped = state.scaler
             done = f"finished: {self.steps:,} steps" if self.step == self.steps else f"going on from step {self.step:,}"
             self.watch.say(f"The run in {self.folder.path} is {done}.")
-            if state["processes"] != self.group.world:
-                words = f"{self.group.world} processes instead of {state['processes']}"
+            if state.processes != self.group.world:
+                words = f"{self.group.world} processes instead of {state.processes}"
                 self.watch.say(f"It goes on with {words}: the same bits are promised for the same number only.")
         kept = self.journal.take_back(self.step if told else -1, ended=bool(told) and self._has_final())
         known = {(event["event"], event["step"]) for event in kept}
@@ -220,20 +219,20 @@ class _Loop:
                 return load_model(self.folder.path / FINAL) is not None
         return False
 
-    def _check_context(self, snapshot: Snapshot, allow_change: bool) -> None:
+    def _check_same(self, state: State, allow_change: bool) -> None:
         """The images must be the same. What else decides the bits is told where it differs, and refused where bits count."""
-        was, now = snapshot.context, self._context()
-        if any(was.get(key, now[key]) != now[key] for key in ("data", "content") if now[key]):
+        now = self._state({})
+        if state.data != now.data or (state.content and now.content and state.content != now.content):
             raise OptionError(
                 f"the images are not those that the run in {self.folder.path} began with: {self.recipe.data.name} has changed. "
                 "Bring them back, or choose another --out."
             )
-        was, now = ({**told["versions"], **told.get("machine", {})} for told in (was, now))
-        changed = [f"{name} {was[name]} -> {now.get(name)}" for name in was if was[name] != now.get(name)]
-        if not changed or snapshot.step >= self.steps:
+        was, here = ({**each.versions, **each.machine} for each in (state, now))
+        changed = [f"{name} {was[name]} -> {here.get(name)}" for name in was if was[name] != here.get(name)]
+        if not changed or state.step >= self.steps:
             return
         threads = (
-            f" OMP_NUM_THREADS={was['threads']} brings the threads back." if was.get("threads") != now.get("threads") else ""
+            f" OMP_NUM_THREADS={was['threads']} brings the threads back." if was.get("threads") != here.get("threads") else ""
         )
         told = f"not all is as it was when the run in {self.folder.path} was saved: {', '.join(changed)}.{threads}"
         if self.recipe.run.deterministic and not allow_change:
@@ -244,15 +243,20 @@ class _Loop:
         self.changed = [*self.changed, *changed]
         warnings.warn(f"{told} The same bits are promised only where all of this is the same.", stacklevel=2)
 
-    def _context(self) -> dict[str, Any]:
-        """What the bits of a run depend on, beside its recipe."""
-        return {
-            "recipe": self.recipe.digest,
-            "data": self.sets.fingerprint,
-            "content": self.sets.content,
-            "versions": versions(),
-            "machine": machine(self.group.device),
-        }
+    def _state(self, tensors: dict[str, dict[str, Tensor]]) -> State:
+        return State(
+            step=self.step,
+            tensors=tensors,
+            best=self.best,
+            epoch_sums=self.epoch_sums,
+            scaler=[self.work.scale, self.work.good, self.work.skipped] if self.recipe.run.amp == "fp16" else [],
+            processes=self.group.world,
+            recipe=self.recipe.digest,
+            data=self.sets.fingerprint,
+            content=self.sets.content,
+            versions=versions(),
+            machine=machine(self.group.device),
+        )
 
     def _facts(self) -> dict[str, Any]:
         sets, model = self.sets, self.work.model
@@ -415,20 +419,11 @@ class _Loop:
         tensors = self._tensors()
         if self.group.world > 1 and not self.group.all_same(digest_of(tensors["model"])):
             raise NonFiniteError(f"after step {self.step} the processes have different weights: the run stops, unsaved.")
-        state = {
-            "epoch": self.step // self.stream.steps_per_epoch,
-            "tick": self.step * self.recipe.run.batch_size,
-            "best": self.best,
-            "epoch_sums": self.epoch_sums,
-            "scaler": [self.work.scale, self.work.good, self.work.skipped] if self.recipe.run.amp == "fp16" else [],
-            "seed": self.recipe.run.seed,
-            "processes": self.group.world,
-        }
         with self.group.together("saving"):
             if self.group.main:
                 try:
                     self.journal.sync()
-                    self.folder.save(Snapshot(self.step, tensors, state, self.recipe.to_toml(), self._context()))
+                    self.folder.save(self._state(tensors))
                     self._prune()
                 except FullDiskError as error:
                     if not self.keep_going:

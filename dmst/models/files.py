@@ -6,9 +6,8 @@
                          all `self_sha256`, which covers the rest
 
 The folder loads with `dmst.load_model(folder)` and, after `import dmst.integrations.timm`, with timm's
-`create_model("local-dir:folder", pretrained=True)`. The config is read first: it says which names and shapes the weights
-have, so how many bytes. Of a file with others at most the header is read. Hashes are compared before a model takes a weight: a
-flipped bit inside safetensors' data is invisible to safetensors itself.
+`create_model("local-dir:folder", pretrained=True)`. The config is read first: it says which tensors the weights have, so how
+many bytes at most. Hashes are compared before a model takes a weight: safetensors itself does not see a flipped bit.
 """
 
 from __future__ import annotations
@@ -16,14 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-import torch
 from torch import Tensor
 
 import dmst
@@ -31,7 +26,7 @@ from dmst import atomic
 from dmst.errors import BadFileError, OptionError, shown
 from dmst.models.config import ModelConfig
 from dmst.models.preprocessing import pretrained_cfg
-from dmst.models.tensors import Entry, fits, header, most_bytes, not_finite, tensors_from
+from dmst.models.tensors import LONGEST_HEADER, fit, from_bytes, not_finite, to_bytes
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
 from dmst.operators import OPERATORS
@@ -40,7 +35,6 @@ from dmst.operators.table import REMEDY
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 LARGEST_CONFIG = 2**24  # timm's can hold the names of 21,841 classes
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = False) -> Path:
@@ -65,17 +59,19 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
         raise OptionError(f"class_names is {shown(names)}: it must be a tuple of names, one per class, or ().")
     if names and len(names) != model.config.num_classes:
         raise OptionError(f"class_names has {len(names)} names for {model.config.num_classes} classes: set it again.")
-    _plain(model.config)
+    _refuse_odd_options(model.config)
     tensors = _tensors_of(model)
     try:
-        _fit(Path("the model"), tensors, VisionModel(model.config, device="meta"))
-        _refuse_not_finite(Path("the model"), tensors)
+        fit(tensors, VisionModel(model.config, device="meta").state_dict(), "the model", any_float=True)
     except BadFileError as error:  # what could not be loaded is not written
         raise OptionError(
             f"not saved, because it could not be loaded again: {error} (To change the classes: model.reset_classifier.)"
         ) from error
-    weights = safetensors.torch.save(tensors)
-    return atomic.write_folder(folder, {WEIGHTS: weights, CONFIG: atomic.sealed(_describe(model, weights))})
+    if bad := not_finite(tensors):
+        raise OptionError(f"not saved: {bad} holds NaN or infinity.")
+    weights = to_bytes(tensors)
+    config = atomic.sealed(_describe(model, weights))
+    return atomic.write_folder(folder, [(WEIGHTS, weights), (CONFIG, config)], len(weights) + len(config))
 
 
 def load_model(
@@ -92,7 +88,11 @@ def load_model(
         config = _verified_config(folder, told) if "dmst" in told else _foreign_config(folder, told, unverified)
     except TypeError as error:  # a keyword that no signature takes
         raise BadFileError(f"{folder / CONFIG} is not a valid config: {error}.") from error
-    _fit_classes(folder, config, num_classes)
+    if num_classes not in (None, config.num_classes):
+        raise OptionError(
+            f"num_classes is {num_classes}, and the weights in {folder} have {config.num_classes}: "
+            f"load them without it, then model.reset_classifier({num_classes})."
+        )
     model = VisionModel(config, device="meta")
     weights = _read_weights(folder, told, model)
     model.load_state_dict({name: x.to(device) for name, x in weights.items()}, strict=True, assign=True)
@@ -131,16 +131,16 @@ def _describe(model: VisionModel, weights: bytes) -> dict[str, Any]:
 
 
 def _tensors_of(model: VisionModel) -> dict[str, Tensor]:
-    """Copies on the CPU, shared ones apart; orthonormal matrices retracted, as the model uses them."""
+    """Orthonormal matrices are retracted, as the model uses them."""
     found = model.state_dict()
     for name, module in model.named_modules():
         if isinstance(module, OrthonormalLinear) and not is_orthonormal(module.weight):
             found[f"{name}.weight"] = orthonormal_rows(module.weight)
-    return {name: x.detach().to("cpu", copy=True).contiguous() for name, x in found.items()}
+    return found
 
 
-def _plain(config: ModelConfig) -> None:
-    """Refuse options that JSON would bring back changed."""
+def _refuse_odd_options(config: ModelConfig) -> None:
+    """Options that JSON would bring back changed."""
     options = dict(config.operator_options)
     try:
         same = json.loads(json.dumps(options, allow_nan=False)) == options
@@ -165,20 +165,10 @@ def _found(folder: Path) -> Path:
     return inside if inside.is_dir() and not (folder / CONFIG).exists() else folder
 
 
-def _read(path: Path, read: Callable[[Path], bytes]) -> bytes:
-    try:
-        return read(path)
-    except BadFileError:
-        raise
-    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
-        raise BadFileError(
-            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): "
-            f"a saved model is a folder with {WEIGHTS} and {CONFIG}."
-        ) from error
-
-
 def _read_config(path: Path) -> dict[str, Any]:
-    raw = _read(path, partial(atomic.read, most=LARGEST_CONFIG, links=True))  # caches of models are made of links
+    if not path.exists():
+        raise BadFileError(f"{path} cannot be read: there is none, and a saved model is a folder with {WEIGHTS} and {CONFIG}.")
+    raw = atomic.read(path, most=LARGEST_CONFIG, links=True)  # caches of models are made of links
     told = atomic.json_object(path, raw, "the config of a model")
     if "self_sha256" in told or "dmst" in told:
         atomic.check_seal(path, told, raw)
@@ -242,63 +232,12 @@ def _foreign_config(folder: Path, told: dict[str, Any], unverified: bool) -> Mod
 
 
 def _read_weights(folder: Path, told: dict[str, Any], model: VisionModel) -> dict[str, Tensor]:
-    """The tensors of `model`: its names and shapes first, then its bytes, then their hash, then their values."""
-    path = folder / WEIGHTS
+    """The tensors of `model`: their bytes, no more than it can have; their hash; then their names, shapes and values."""
+    path, wanted = folder / WEIGHTS, model.state_dict()
     size, digest, _ = _stated(folder, told) if "dmst" in told else (None, None, {})
-    raw = _read(path, partial(_raw_weights, model=model, stated=size))
+    raw = atomic.read(path, size, most=LONGEST_HEADER + 8 * sum(x.numel() for x in wanted.values()), links=True)
     if digest is not None and hashlib.sha256(raw).hexdigest() != digest:
         raise BadFileError(f"{path} is damaged: its sha256 is not the one in {CONFIG}. Copy it again.")
-    weights = tensors_from(path, raw)
-    _refuse_not_finite(path, weights)
+    weights = from_bytes(path, raw)
+    fit(weights, wanted, f"{path} for {model.config.name}", any_float=True)
     return weights
-
-
-def _raw_weights(path: Path, *, model: VisionModel, stated: int | None) -> bytes:
-    """The bytes of a file, or of what a link leads to, once its size and its header are of this network."""
-    head, data = most_bytes(model.state_dict())
-    most = 8 + head + data
-    with atomic.opened(path, links=True) as (file, size):
-        if stated not in (None, size):
-            raise BadFileError(f"{path} is damaged: {size:,} bytes instead of {stated:,}. Copy it again.")
-        if size > most:
-            raise BadFileError(
-                f"{path} is damaged: {size:,} bytes instead of at most {most:,}, which {model.config.name} can have."
-            )
-        _fit(path, header(path, file, size, head), model)
-        file.seek(0)
-        return file.read()
-
-
-def _fit_classes(folder: Path, config: ModelConfig, asked: int | None) -> None:
-    if asked is not None and asked != config.num_classes:
-        raise OptionError(
-            f"num_classes is {asked}, and the weights in {folder} have {config.num_classes}: "
-            f"load them without it, then model.reset_classifier({asked})."
-        )
-
-
-def _fit(path: Path, weights: Mapping[str, Tensor | Entry], model: VisionModel) -> None:
-    """Exact names, shapes and one floating dtype, or an error that says which differs."""
-    wanted = model.state_dict()
-    missing, extra = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
-    if missing or extra:
-        told = [
-            f"{what} {len(names)} ({', '.join(names[:3])}...)"
-            for what, names in (("missing", missing), ("unknown", extra))
-            if names
-        ]
-        raise BadFileError(f"{path} does not hold the weights of {model.config.name}: {'; '.join(told)}.")
-    for name, x in weights.items():
-        if not fits(tuple(x.shape), tuple(wanted[name].shape)):
-            raise BadFileError(
-                f"{path}: {name} has shape {tuple(x.shape)}, and {model.config.name} needs {tuple(wanted[name].shape)}."
-            )
-        if x.dtype != wanted[name].dtype and not (x.dtype in FLOATS and wanted[name].is_floating_point()):
-            raise BadFileError(f"{path}: {name} is {x.dtype}, and {model.config.name} needs {wanted[name].dtype}.")
-    if len(kinds := {x.dtype for x in weights.values() if x.dtype.is_floating_point}) > 1:
-        raise BadFileError(f"{path} mixes {', '.join(sorted(str(kind) for kind in kinds))}: a model has one dtype.")
-
-
-def _refuse_not_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
-    if bad := not_finite(weights):
-        raise BadFileError(f"{path}: {bad} holds NaN or infinity.")

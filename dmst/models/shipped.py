@@ -4,7 +4,7 @@
                         config.json            as of every saved model (files.py)
                         card.md                data, recipe, accuracy by class, calibration, limits, licence
                         measured.json          confusion and calibration on the test images
-                        answers.safetensors    drawn images (`drawn`) and the logits that these weights gave for them
+                        answers.safetensors    images by a formula and the logits that these weights gave for them
 
 `SHIPPED` holds one sha256 of weights and config: files that were exchanged together are refused too.
 """
@@ -23,7 +23,7 @@ from dmst import atomic
 from dmst.calibration import Measured
 from dmst.errors import BadFileError, OptionError
 from dmst.models.files import CONFIG, WEIGHTS, load_model
-from dmst.models.tensors import tensors_from
+from dmst.models.tensors import from_bytes
 from dmst.models.vision import VisionModel
 from dmst.operators.orthonormal import retract
 
@@ -56,10 +56,7 @@ def _known(name: str) -> None:
 
 def digest(folder: Path) -> str:
     """One sha256 of the weights and the config."""
-    try:
-        return hashlib.sha256(atomic.read(folder / WEIGHTS) + atomic.read(folder / CONFIG)).hexdigest()
-    except OSError as error:
-        raise BadFileError(f"{error.filename} cannot be read ({error.strerror}): install the package again.") from error
+    return hashlib.sha256(atomic.read(folder / WEIGHTS) + atomic.read(folder / CONFIG)).hexdigest()
 
 
 def verify(name: str) -> float:
@@ -75,7 +72,7 @@ def verify(name: str) -> float:
 
 def answers(name: str) -> dict[str, Tensor]:
     path = FOLDER / name / ANSWERS
-    return tensors_from(path, atomic.read(path))
+    return from_bytes(path, atomic.read(path))
 
 
 def card(name: str) -> str:
@@ -92,17 +89,3 @@ def measurement(name: str) -> Measured:
     """What it got right on its test images, when it was released."""
     _known(name)
     return Measured.from_dict(json.loads((FOLDER / name / MEASURED).read_bytes()))
-
-
-def drawn(channels: int, height: int, width: int, count: int = 8) -> Tensor:
-    """Pictures by a formula, roughly of mean 0 and size 1 (count, channels, height, width): rings and stripes that turn."""
-    y = torch.linspace(-1, 1, height, dtype=torch.float64)[:, None]
-    x = torch.linspace(-1, 1, width, dtype=torch.float64)[None]
-    found = []
-    for i in range(count):
-        for c in range(channels):
-            turn = 0.7 * i + 2.1 * c
-            stripes = torch.sin((2 + i) * (x * torch.cos(torch.tensor(turn)) + y * torch.sin(torch.tensor(turn))))
-            rings = torch.cos((3 + c) * (x.square() + y.square()).sqrt() * (1 + i / 3))
-            found.append(stripes + rings)
-    return torch.stack(found).unflatten(0, (count, channels)).float()

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dmst.engine.lock import posix
+from dmst.engine.checkpoint import posix
 from dmst.engine.recipe import Recipe
 from dmst.errors import BadFileError
 

@@ -7,8 +7,7 @@ write, cut into halves, of each fsync and of each step of the optimizers. Then t
 run (weights, moments, means, state, manifests, final model, caches) must have the sha256 that it has in the undisturbed run,
 the journal the same lines but for what a clock said, and no file may be there that is not there too.
 
-A checkpoint is some 170 writes, which differ only in how much of a file is there: of each file the first and the last are
-taken, and one in between, another one in each checkpoint. `os.fsync` does nothing: it counts in a power cut, not in a kill.
+`os.fsync` does nothing: it counts in a power cut, not in a kill.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from typing import Any, NamedTuple
 
 from dmst import atomic, cli
 from dmst.engine import evaluate, journal
-from dmst.engine.folder import RunFolder
+from dmst.engine.checkpoint import RunFolder
 from dmst.engine.optim import Mean, Muon
 from dmst.engine.train_step import TrainStep
 from soak.case import Case
+from tests.engine.test_checkpoint_kills import FILES, Halves
 from tests.runs import EVERYTHING, on_pictures, pictures, told
-from tests.test_checkpoint_kills import FILES, Halves
 from tests.test_train_kills import SIGNALS, at_call, die, in_child
 
 TITLE = "Kills, signals, full disks"
@@ -66,7 +65,7 @@ CHANGES = {
     "open": ((0, None),),
 }
 CALLS = ((Muon, "step", "second optimizer"), (Mean, "update", "mean"), (evaluate, "_add", "evaluation"))
-BY_CHANCE = re.compile(r"(?<=\.tmp-)\w+|(?<=\.final\.old\.)\w+|(?<=\.final\.)(?!old)\w+|(?<=\.toml\.|jsonl\.|.json\.)\w+")
+BY_CHANCE = re.compile(r"(?<=\.)[0-9a-f]{16}")  # the end of a temporary name
 
 
 class Events:
@@ -130,20 +129,6 @@ def fail(number: int) -> Callable[[], None]:
         raise OSError(number, os.strerror(number))
 
     return act
-
-
-def thinned(events: list[str]) -> list[int]:
-    """Which events are tried: all, but of a file that is written in many pieces the first, one between and the last."""
-    pieces: dict[str, list[int]] = {}
-    for i, name in enumerate(events):
-        if name.startswith(("half of ", "all of ")) and "safetensors" in name:
-            pieces.setdefault(name.split(" of ")[1], []).append(i)
-    left_out: set[int] = set()
-    for turn, found in enumerate(pieces.values()):
-        if len(found) > 6:
-            between = 2 + 2 * (7 * turn % ((len(found) - 4) // 2))
-            left_out |= set(found[2:-2]) - set(found[between : between + 2])
-    return [i for i in range(len(events)) if i not in left_out]
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -266,7 +251,7 @@ def prepare(place: Path) -> tuple[list[str], float]:
 
 def saved_before(events: list[str], i: int) -> int:
     """The step that a kill at event i must not lose."""
-    found = [re.fullmatch(r"os.rename checkpoints/\.tmp-~-(\d+) .*", name) for name in events[:i]]
+    found = [re.match(r"os.rename checkpoints/\.step_(\d+)\.~ ", name) for name in events[:i]]
     return max((int(each[1]) for each in found if each), default=0)
 
 
@@ -280,8 +265,8 @@ def at_event(events: list[str], i: int, folder: Path) -> dict[str, Any]:
 
 
 def every_event(events: list[str]) -> Iterator[Case]:
-    row = "killed at every rename, removal, line and step of a run, and at the first, a middle and the last write of each file"
-    for i in thinned(events):
+    row = "killed at every rename, removal, line, step, and before, in and after every write of a run"
+    for i in range(len(events)):
         name = re.sub(r"(os.remove .*)/.*", r"\1", events[i])  # the order in which a folder is emptied is the disk's
         yield Case(row, f"{i:04d} {name}", functools.partial(at_event, events, i))
 
@@ -342,7 +327,7 @@ def twice(first: Act, second: Act, folder: Path) -> dict[str, Any]:
 
 
 def of_save(step: int) -> str:
-    return rf"checkpoints/\.tmp-~-{step}(/| |$)"
+    return rf"^(half of|all of|fsync|open|os.mkdir|os.rename) checkpoints/\.step_{step:08d}\.~(/| |$)"
 
 
 def kills_of_kills(events: list[str]) -> Iterator[Case]:
@@ -359,12 +344,13 @@ def kills_of_kills(events: list[str]) -> Iterator[Case]:
         name, of = f"{number:02d} save of step {step}, its events {first} and {second} of {len(save)}", of_save(step)
         check = lambda to, of=of, a=first, b=second: twice(at(a, of), at(b, of), to)  # noqa: E731
         yield Case("killed twice in one save", name, check)
-    dead = [i for i, name in enumerate(events) if "dead." in name]
+    removal = r"os\.rename checkpoints/step_|os\.remove checkpoints/\.step_\d+\.~/"
+    dead = [i for i, name in enumerate(events) if re.match(removal, name)]
     last = dead.index(next(i for i in dead if saved_before(events, i) == STEPS - EVERY))  # another prune must follow
     for number in range(20):
         first, second = 1 + number * last // 20, 1 + number % 6
         name = f"{number:02d} event {first} of all removals, then event {second} of the next"
-        check = lambda to, a=first, b=second: twice(at(a, "dead"), at(b, "dead"), to)  # noqa: E731
+        check = lambda to, a=first, b=second: twice(at(a, removal), at(b, removal), to)  # noqa: E731
         yield Case("killed while old checkpoints are removed, and again in the next removal", name, check)
 
 
@@ -496,17 +482,17 @@ def rooms(events: list[str], mounts: bool) -> Iterator[Case]:
             yield Case(
                 "a full disk (injected: no mounts here): exit 75", f"from write {n} on", functools.partial(as_if_full, n)
             )
-    save = {f"{what} of {name}": rf"{event} checkpoints/\.tmp-~-STEP/{re.escape(name)}"
+    save = {f"{what} of {name}": rf"{event} checkpoints/\.step_STEP\.~/{re.escape(name)}"
             for name in FILES for what, event in (("write", "half of"), ("fsync", "fsync"))}  # fmt: skip
     save |= {
-        "making the folder": r"os.mkdir checkpoints/\.tmp-~-STEP",
-        "fsync of the folder": r"fsync checkpoints/\.tmp-~-STEP$",
-        "its rename": r"os.rename checkpoints/\.tmp-~-STEP",
+        "making the folder": r"os.mkdir checkpoints/\.step_STEP\.~",
+        "fsync of the folder": r"fsync checkpoints/\.step_STEP\.~$",
+        "its rename": r"os.rename checkpoints/\.step_STEP\.~",
     }
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         for i, (what, event) in enumerate(save.items()):
             step, code = EVERY * (1 + i % (STEPS // EVERY)), errno.errorcode[number]
-            check = functools.partial(no_room, step, number, event.replace("STEP", str(step)))
+            check = functools.partial(no_room, step, number, event.replace("STEP", f"{step:08d}"))
             yield Case("no room, no quota or a failing disk in each write and fsync of a save (injected)",
                        f"{code} at {what}, step {step}", check)  # fmt: skip
 
@@ -674,9 +660,9 @@ def dead_worker(which: int, step: int, folder: Path) -> dict[str, Any]:
 
 def others() -> Iterator[Case]:
     moments = {f"before step {n}": ("second optimizer", n) for n in (1, 4, 13, 24)} | {
-        "in a file of a checkpoint": (r"half of checkpoints/\.tmp-~-6/optim", 3),
-        "before its rename": (r"os.rename checkpoints/\.tmp-~-9", 1),
-        "while an old one is removed": ("os.remove checkpoints/dead", 2),
+        "in a file of a checkpoint": (r"half of checkpoints/\.step_00000006\.~/optim", 1),
+        "before its rename": (r"os.rename checkpoints/\.step_00000009\.~", 1),
+        "while an old one is removed": (r"os.remove checkpoints/\.step_\d+\.~/", 2),
         "in an evaluation": ("evaluation", 3),
         "in a line of the journal": ("half of journal", 9),
         "while the model is written": (r"half of \.final\.~/model", 1),

@@ -39,9 +39,9 @@ from torch.utils.data import get_worker_info
 
 from dmst.data.sets import FileSet
 from dmst.engine import evaluate, prepare, train_loop, train_step
+from dmst.engine.checkpoint import RunFolder
 from dmst.engine.console import Quiet
 from dmst.engine.distributed import Group
-from dmst.engine.folder import RunFolder
 from dmst.engine.optim import Muon
 from dmst.engine.recipe import Recipe, read_recipe
 from soak.case import Case

@@ -1,7 +1,6 @@
 """Make a folder of dmst/weights from a trained network: half precision, measured as it ships.
 
-    python -m dmst.engine.ship RUN --name dmst_digits --data digits [--data-dir DIR] [--out DIR]
-    python -m dmst.engine.ship dmst_digits --data digits --measure      of weights that ship already: measured.json alone
+    python benchmarks/ship.py RUN --name dmst_digits --data digits [--data-dir DIR] [--out DIR] [--note TEXT ...]
 
 Accuracy, calibration and the stored answers are those of the float16 weights, on a CPU in float32. The last line printed is the
 entry of `SHIPPED` in dmst/models/shipped.py.
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from dmst import atomic
 from dmst.calibration import BINS, Measured, measured
@@ -29,7 +29,7 @@ from dmst.errors import OptionError
 from dmst.models import VisionModel, save_model
 from dmst.models.files import CONFIG, WEIGHTS
 from dmst.models.preprocessing import pretrained_cfg
-from dmst.models.shipped import ANSWERS, CARD, FOLDER, MEASURED, digest, drawn
+from dmst.models.shipped import ANSWERS, CARD, FOLDER, MEASURED, digest
 from dmst.terminal import say
 
 
@@ -64,7 +64,21 @@ def ship(source: str | Path, name: str, data: str, out: Path, *, data_dir: str |
     found, loss = measure(model, image_set)
     files |= {ANSWERS: safetensors.torch.save(stored), CARD: card(model, image_set, found, loss, notes).encode()}
     files[MEASURED] = json.dumps(found.to_dict()).encode()
-    return digest(atomic.write_folder(out / name, files))
+    return digest(atomic.write_folder(out / name, files.items(), sum(map(len, files.values()))))
+
+
+def drawn(channels: int, height: int, width: int, count: int = 8) -> Tensor:
+    """Pictures by a formula, roughly of mean 0 and size 1 (count, channels, height, width): rings and stripes that turn."""
+    y = torch.linspace(-1, 1, height, dtype=torch.float64)[:, None]
+    x = torch.linspace(-1, 1, width, dtype=torch.float64)[None]
+    found = []
+    for i in range(count):
+        for c in range(channels):
+            turn = 0.7 * i + 2.1 * c
+            stripes = torch.sin((2 + i) * (x * torch.cos(torch.tensor(turn)) + y * torch.sin(torch.tensor(turn))))
+            rings = torch.cos((3 + c) * (x.square() + y.square()).sqrt() * (1 + i / 3))
+            found.append(stripes + rings)
+    return torch.stack(found).unflatten(0, (count, channels)).float()
 
 
 def card(model: VisionModel, image_set: ImageSet, found: Measured, loss: float, notes: Sequence[str]) -> str:
@@ -88,20 +102,14 @@ def card(model: VisionModel, image_set: ImageSet, found: Measured, loss: float, 
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__)
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("source")
-    asked.add_argument("--name")
+    asked.add_argument("--name", required=True)
     asked.add_argument("--data", required=True)
     asked.add_argument("--data-dir")
     asked.add_argument("--out", type=Path, default=FOLDER)
     asked.add_argument("--note", action="append", default=[], help="a paragraph of the card: the recipe, the data, the limits")
-    asked.add_argument("--measure", action="store_true", help="write measured.json alone, beside weights that ship already")
     told = asked.parse_args()
-    if told.measure:
-        found, _ = measure(prepare.read_weights(told.source), catalog.open_set(told.data, "test", data_dir=told.data_dir))
-        path = atomic.write_text(told.out / told.source / MEASURED, json.dumps(found.to_dict()))
-        say(f"{path} top-1 {found.top1:.2%}")
-        return
     entry = ship(told.source, told.name, told.data, told.out, data_dir=told.data_dir, notes=told.note)
     say(f'    "{told.name}": "{entry}",')
 

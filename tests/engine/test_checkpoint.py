@@ -1,0 +1,598 @@
+"""Checkpoints: exact when whole, refused when not, and never the last good one lost. Kills are in test_checkpoint_kills.py."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import random
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from dmst.engine.checkpoint import RunFolder, State
+from dmst.errors import BadFileError, FullDiskError, OptionError, SaveError
+from dmst.models.tensors import fit
+from tests.forged import MANIFEST, WEIGHTS, Change, forge, grown, listed, pickled, put, seal, with_header
+
+FILES = ["ema.safetensors", "manifest.json", "model.safetensors", "optim.safetensors", "state.json"]
+TOLD: dict[str, Any] = {
+    "best": {"step": 3, "top1": 0.1 + 0.2, "tiny": 5e-324, "of": "é\n"}, "epoch_sums": [1.5, 2**60 + 1, 0.0], "processes": 2,
+    "recipe": "c0ffee", "data": "digits", "versions": {"torch": "2"}, "machine": {"threads": 1},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is not waited for: what fsync is for, no test can see."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def state(step: int, value: float = 0.0) -> State:
+    parts = {
+        stem: {"head.weight": torch.randn(3, n) + value, "head.bias": torch.randn(n), "count": torch.tensor(step)}
+        for n, stem in ((5, "model"), (6, "ema"), (7, "optim"))
+    }
+    return State(step, parts, **TOLD)
+
+
+def same(a: State | None, b: State | None) -> bool:
+    """Equal to the bit, in names, dtypes, shapes and values."""
+    if a is None or b is None or replace(a, tensors={}) != replace(b, tensors={}):
+        return False
+    left, right = ({(stem, name): x for stem, xs in each.tensors.items() for name, x in xs.items()} for each in (a, b))
+    return left.keys() == right.keys() and all(
+        (x.dtype, x.shape) == (right[key].dtype, right[key].shape) and torch.equal(x, right[key]) for key, x in left.items()
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunFolder]:
+    """A run with checkpoints of steps 3 and 6."""
+    with RunFolder(tmp_path / "run") as folder:
+        saved(folder, 3, 6)
+        yield folder
+
+
+def saved(run: RunFolder, *steps: int) -> None:
+    for step in steps:
+        run.save(state(step))
+
+
+def newest(run: RunFolder) -> Path:
+    return run.checkpoints / "step_00000006"
+
+
+def damage(run: RunFolder, *steps: int) -> None:
+    for step in steps:
+        path = run.checkpoints / f"step_{step:08d}" / WEIGHTS
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+
+
+# --- whole ones ------------------------------------------------------------------------------------------------------
+
+
+def of_all_kinds() -> dict[str, Tensor]:
+    """Every dtype in several shapes, laid out in every way that a tensor can be."""
+    kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+    found = {"a": torch.nn.Parameter(torch.ones(2))}
+    for i, kind in enumerate(kinds):
+        x = (torch.randn(4, 3 + i) * 50).to(kind)
+        found |= {f"{i}.full": x, f"{i}.0d": x[1, 2], f"{i}.empty": x[:0], f"{i}.turned": x.T, f"{i}.part": x[1:, ::2]}
+        found |= {f"{i}.shared": x.view(-1), f"{i}.wide": x[:1].expand(5, -1), f"{i}.4d": x.reshape(2, 1, 2, -1)}
+    return found
+
+
+def test_exact(tmp_path: Path) -> None:
+    written = State(12, {"model": of_all_kinds(), "optim": {}}, **TOLD)
+    before = {name: x.clone() for name, x in written.tensors["model"].items()}
+    with RunFolder(tmp_path / "deep" / "run") as run:
+        assert run.newest() is None and run.steps() == []
+        assert run.save(written) == tmp_path / "deep" / "run" / "checkpoints" / "step_00000012"
+        assert run.steps() == [12]
+        loaded = run.newest()
+    assert loaded is not None and same(loaded, written)
+    assert repr(replace(loaded, tensors={})) == repr(replace(written, tensors={}))  # floats to the last digit
+    assert all(torch.equal(x, before[name]) for name, x in written.tensors["model"].items())
+    loaded.tensors["model"]["1.full"].add_(1)  # their own memory, and writable
+    assert torch.equal(loaded.tensors["model"]["1.shared"], before["1.shared"])
+
+
+def test_layout(run: RunFolder) -> None:
+    """The files, and their hashes by a second reading of the format."""
+    folder = newest(run)
+    assert names(run.path) == ["checkpoints", "lock"] and names(run.checkpoints) == ["step_00000003", "step_00000006"]
+    assert names(folder) == FILES and folder.stat().st_mode & 0o777 == 0o755
+    raw = (folder / MANIFEST).read_bytes()
+    told = json.loads(raw)
+    assert told["schema"] == 2 and list(told)[-1] == "self_sha256" and raw == seal(told)
+    assert told["files"] == {name: listed((folder / name).read_bytes()) for name in FILES if name != MANIFEST}
+    assert json.loads((folder / "state.json").read_bytes()) == {"step": 6, "scaler": [], "content": "", **TOLD}
+
+
+def test_schema_1_is_migrated(run: RunFolder) -> None:
+    """What 0.1.0 wrote: the step and the context in the manifest, the recipe as a file of its own. See test_before.py."""
+    wanted = run.load(6)
+    context = {key: TOLD[key] for key in ("recipe", "data", "versions", "machine")}
+    told = {key: TOLD[key] for key in ("best", "epoch_sums", "processes")} | {"epoch": 1, "tick": 96, "scaler": [], "seed": 0}
+
+    def older(manifest: dict[str, Any]) -> None:
+        manifest |= {"schema": 1, "step": 6, "context": context}
+
+    forge(newest(run), {"state.json": json.dumps(told).encode(), "config.toml": b"[run]\n"}, older)
+    assert same(run.load(6), wanted)
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_not_finite_is_never_written(value: float, kind: torch.dtype, run: RunFolder) -> None:
+    bad = state(9)
+    bad.tensors["ema"]["head.bias"] = torch.tensor([1.0, value, 2.0]).to(kind)
+    with pytest.raises(SaveError, match=r"step 9 is not saved: head.bias of ema holds NaN or infinity"):
+        run.save(bad)
+    with pytest.raises(SaveError, match=r"step 9 is not saved: .* JSON"):
+        run.save(State(9, best={"top1": value}))
+    assert names(run.checkpoints) == ["step_00000003", "step_00000006"]
+
+
+@pytest.mark.parametrize("what", ["other weights", "damaged", "empty folder", "file", "link"])
+def test_another_one_takes_its_place(what: str, run: RunFolder, tmp_path: Path) -> None:
+    old, new, folder = run.load(6), state(6, value=1.0), newest(run)
+    if what == "damaged":
+        (folder / WEIGHTS).write_bytes(b"")
+    elif what != "other weights":
+        folder.rename(tmp_path / "step_00000006")
+        if what == "link":
+            folder.symlink_to(tmp_path / "step_00000006")
+        else:
+            folder.mkdir() if what == "empty folder" else folder.write_text("x")
+    run.save(new)
+    assert same(run.newest(), new) and not folder.is_symlink()
+    assert names(run.checkpoints) == ["step_00000003", "step_00000006"]
+    if what == "link":  # what it led to is as it was
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "step_00000006", folder)
+        assert same(run.load(6), old)
+
+
+# --- pruning ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_are_kept_and_what_is_protected(run: RunFolder) -> None:
+    saved(run, 9, 12, 15)
+    assert run.prune(keep=3, protect=[6]) == [3] and run.steps() == [6, 9, 12, 15]
+    assert run.prune(keep=1, protect=[6, 7]) == [9] and run.steps() == [6, 12, 15]  # never less than 2
+    assert run.prune(keep=2) == [6] and run.prune() == [] and run.prune(keep=0) == []
+    assert names(run.checkpoints) == ["step_00000012", "step_00000015"]
+
+
+def test_damaged_ones_do_not_count(run: RunFolder) -> None:
+    saved(run, 9, 12, 15)
+    damage(run, 12, 15)
+    run.__exit__()
+    with RunFolder(run.path) as again:
+        assert again.prune(keep=2) == [3] and again.steps() == [6, 9, 12, 15]
+    damage(run, 9)
+    with RunFolder(run.path) as again:
+        assert again.prune(keep=2) == []  # 6 alone is good
+
+
+def test_nothing_is_removed_before_the_newer_ones_are_safe(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(run, 9)
+
+    def broken(handle: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(SaveError, match=r"checkpoints could not be removed \(Input/output error\)"):
+        run.prune()
+    assert run.steps() == [3, 6, 9]
+
+
+# --- which one is newest ---------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_one_is_skipped_with_its_name_its_reason_and_its_price(run: RunFolder) -> None:
+    good = run.load(6)
+    saved(run, 9, 13)
+    damage(run, 13)
+    (run.checkpoints / "step_00000009" / MANIFEST).unlink()
+    with pytest.warns(UserWarning, match="is skipped") as said:
+        assert same(run.newest(), good)
+    told = [str(x.message) for x in said]
+    assert len(told) == 2 and all(x.filename == __file__ for x in said)
+    assert told[0].startswith("step_00000013 is skipped: ") and "sha256 is not the one" in told[0]
+    assert told[0].endswith("The run goes on from step 6: 7 steps are lost.")
+    assert told[1].startswith("step_00000009 is skipped: ") and told[1].endswith("3 steps are lost.")
+
+
+def test_none_that_can_be_used_stops_the_run(run: RunFolder) -> None:
+    damage(run, 3, 6)
+    with pytest.raises(BadFileError, match=r"no checkpoint in .* can be used. To start again from step 0, move them") as said:
+        run.newest()
+    assert all(f"step_0000000{step}: " in str(said.value) for step in (3, 6))
+
+
+def test_a_renamed_one_is_not_taken_for_another_step(run: RunFolder) -> None:
+    shutil.copytree(newest(run), run.checkpoints / "step_00000900")
+    with pytest.warns(UserWarning, match=r"step_00000900 was renamed: it holds step 6\. .* 894 steps are lost"):
+        assert same(run.newest(), run.load(6))
+
+
+def test_steps_are_sorted_as_numbers_and_other_names_left_alone(run: RunFolder) -> None:
+    saved(run, 100_000_000, 99_999_999)
+    others = ["step_7", "step_00000x07", "step_000000007", "notes.txt", "dead.txt", ".tmp-x", ".step_1.old", ".step_1.x"]
+    for name in others:
+        (run.checkpoints / name).write_text("mine")
+    run.__exit__()
+    with run:
+        assert run.steps() == [3, 6, 99_999_999, 100_000_000]
+        assert set(others) < set(names(run.checkpoints))
+        found = run.newest()
+    assert found is not None and found.step == 100_000_000
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def refused(run: RunFolder, good: State, match: str = "") -> None:
+    """The newest is refused by itself, and passed over for the one before."""
+    with pytest.raises(BadFileError, match=match):
+        run.load(6)
+    with pytest.warns(UserWarning, match="step_00000006 is skipped: .* 3 steps are lost"):
+        assert same(run.newest(), good)
+
+
+def test_every_flipped_bit_and_every_truncation_is_refused(run: RunFolder) -> None:
+    good, draw, folder = run.load(3), random.Random(0), newest(run)
+    for name in FILES:
+        data = (folder / name).read_bytes()
+        harmed = [data[:cut] for cut in (0, 1, len(data) - 1, *(draw.randrange(len(data)) for _ in range(4)))]
+        harmed += [data + b"\0", data + b"\n", data + data, bytes(len(data)), b"\xef\xbb\xbf" + data]
+        for _ in range(30):
+            bit, flipped = draw.randrange(8 * len(data)), bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            harmed.append(bytes(flipped))
+        for raw in harmed:
+            (folder / name).write_bytes(raw)
+            refused(run, good, name)
+        (folder / name).write_bytes(data)
+    assert run.load(6).step == 6
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, MANIFEST])
+@pytest.mark.parametrize("what", ["missing", "folder", "link", "link to itself", "pipe", "of another step"])
+def test_something_else_in_place_of_a_file(what: str, name: str, run: RunFolder, tmp_path: Path) -> None:
+    good, path = run.load(3), newest(run) / name
+    real = shutil.copy(path, tmp_path / "real")
+    path.unlink()
+    if what == "folder":
+        path.mkdir()
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what == "of another step":
+        shutil.copy(run.checkpoints / "step_00000003" / name, path)
+    elif what != "missing":
+        path.symlink_to(real if what == "link" else path)
+    refused(run, good, f"{name}|sha256 is not the one")
+
+
+def test_a_link_in_place_of_a_checkpoint(run: RunFolder, tmp_path: Path) -> None:
+    good = run.load(3)
+    newest(run).rename(tmp_path / "elsewhere")
+    newest(run).symlink_to(tmp_path / "elsewhere")
+    refused(run, good, "is a link: links are not followed")
+
+
+def test_what_the_manifest_does_not_list_is_never_opened(run: RunFolder) -> None:
+    os.mkfifo(newest(run) / "more.safetensors")  # to open it would wait for ever
+    (newest(run) / "optim.pt").write_bytes(b"\x80\x05")
+    assert run.load(6).tensors.keys() == {"model", "ema", "optim"}
+
+
+# --- what somebody else wrote ----------------------------------------------------------------------------------------
+
+
+def entry(kind: str, shape: list[int], *offsets: int) -> dict[str, Any]:
+    return {"dtype": kind, "shape": shape, "data_offsets": list(offsets)}
+
+
+def test_a_forged_checkpoint_loads_if_it_is_right(run: RunFolder) -> None:
+    """So that the refusals below are for the reason they state."""
+    found = {"a": torch.arange(3.0), "b": torch.ones(2, dtype=torch.int64)}
+    forge(newest(run), {WEIGHTS: safetensors.torch.save(found), "more.safetensors": with_header(b"{}      ")})
+    loaded = run.load(6).tensors
+    assert all(torch.equal(x, loaded["model"][name]) for name, x in found.items()) and loaded["more"] == {}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        pytest.param(b"", "not a safetensors file", id="nothing"),
+        pytest.param(struct.pack("<Q", 2**63) + b"{}", "not a safetensors file", id="header of 2^63"),
+        pytest.param(with_header({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 2, 6)}, b"123456"), "not a", id="overlap"),
+        pytest.param(with_header({"a": entry("U8", [4], 0, 4)}, b"12345"), "not a safe", id="more data"),
+        pytest.param(with_header({"a": entry("F32", [2**32, 2**32], 0, 4)}, b"1234"), "not a safe", id="2^64 elements"),
+        pytest.param(with_header({"a": entry("F4", [4], 0, 2)}, b"12"), "not a safe", id="dtype unknown to torch"),
+        pytest.param(safetensors.torch.save({"a": torch.tensor([1, torch.nan])}), "a holds NaN or infinity", id="NaN"),
+        pytest.param(with_header(b" " * (2**23 + 8)), "its header is said to have 8,388,616 bytes", id="header of 8 MiB"),
+    ],
+)
+def test_tensors_from_elsewhere_under_right_hashes(raw: bytes, message: str, run: RunFolder) -> None:
+    good = run.load(3)
+    forge(newest(run), {WEIGHTS: raw})
+    refused(run, good, message)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "state.json"])
+def test_a_giant_is_refused_unread_and_the_one_before_taken(name: str, run: RunFolder) -> None:
+    good = run.load(3)
+    grown(newest(run), name, 10**12)
+    with pytest.warns(UserWarning, match=r"states 1,000,[\d,]+ bytes, and those of this run are at most 1,000"):
+        assert same(run.newest(1000), good)
+    run.__exit__()
+    with run:
+        assert run.prune() == []
+    saved(RunFolder(run.path).__enter__(), 6)
+    assert run.load(6).step == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: {k: v for k, v in x.items() if k != "b"}, r"my weights does not fit: missing 1 \(b"),
+        (lambda x: x | {"z": x["a"], "y": x["a"]}, r"unknown 2 \(y, z"),
+        (lambda x: x | {"a": x["a"].T}, r"a is torch\.float32 of shape \(3, 2\), and torch\.float32 of shape \(2, 3\) is need"),
+        (lambda x: x | {"a": x["a"].half()}, r"a is torch\.float16 of shape \(2, 3\), and torch\.float32 of shape \(2, 3\)"),
+        (lambda x: x | {"b": x["b"].reshape(1)}, r"b is torch\.int64 of shape \(1,\), and torch\.int64 of shape \(\)"),
+    ],
+    ids=["missing", "unknown", "turned", "dtype", "0d"],
+)
+def test_fit_names_what_differs(change: Callable, message: str) -> None:
+    wanted = {"a": torch.randn(2, 3), "b": torch.tensor(5)}
+    fit({name: x.clone() for name, x in reversed(wanted.items())}, wanted, "mine")
+    with pytest.raises(BadFileError, match=message):
+        fit(change(wanted), wanted, "my weights")
+
+
+LISTED = {"size": 1, "sha256": "0"}
+NONE = "is not the manifest of a checkpoint: nothing was read"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("schema", value=3), r"is of a newer dmst: its schema is 3, and this one reads up to 2\. Update dmst"),
+        (put("schema", value=0), NONE),
+        (put("schema", value="1"), NONE),
+        (put("schema", value=1), "is not the state of a run"),
+        (put("files", value=[]), NONE),
+        (put("files", value={}), "is not the state of a run"),
+        (put("files", "../model.safetensors", value=LISTED), NONE),
+        (put("files", "a\0.safetensors", value=LISTED), NONE),
+        (put("files", "model.pt", value=LISTED), NONE),
+        (put("files", WEIGHTS, value=5), NONE),
+        (put("files", WEIGHTS, "size", value=10**30), "is damaged: .* bytes instead of 1,000"),
+        (put("files", WEIGHTS, "sha256", value=None), "its sha256 is not the one"),
+        (put("more", value=float("inf")), "do not match its self_sha256"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_manifest_from_elsewhere_under_its_right_hash(change: Change, message: str, run: RunFolder) -> None:
+    good = run.load(3)
+    forge(newest(run), change=change)
+    refused(run, good, message)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        pytest.param(b"{}", "do not match its self_sha256", id="nothing in it"),
+        pytest.param(b"[]", "must hold an object", id="list"),
+        pytest.param(b"[" * 100_000, "not JSON", id="deep"),
+        pytest.param(b" " * (2**20 + 1), "1,048,577 bytes instead of at most 1,048,576", id="1 MiB"),
+    ],
+)
+def test_a_manifest_that_is_none(raw: bytes, message: str, run: RunFolder) -> None:
+    good = run.load(3)
+    (newest(run) / MANIFEST).write_bytes(raw)
+    refused(run, good, message)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "not JSON"),
+        (b"[1]", "is not the state of a run"),
+        (b"{}", "is not the state of a run"),
+        (b'{"step": 6, "more": 1}', "is not the state of a run .*'more'"),
+        (b'{"step": 6, "best": 5}', "is not the state of a run: best is 5"),
+        (b'{"step": 7}', "was renamed: it holds step 7"),
+    ],
+)
+def test_a_state_from_elsewhere_under_its_right_hash(raw: bytes, message: str, run: RunFolder) -> None:
+    good = run.load(3)
+    forge(newest(run), {"state.json": raw})
+    refused(run, good, message)
+
+
+@pytest.mark.parametrize("how", ["protocol 2", "protocol 5", "torch.save"])
+def test_no_pickle_is_ever_run(how: str, run: RunFolder, tmp_path: Path) -> None:
+    """In place of a file, damaged or under right hashes."""
+    good, raw, folder = run.load(3), pickled(how, tmp_path / "canary", tmp_path / "scratch"), newest(run)
+    backup = shutil.copytree(folder, tmp_path / "backup")
+    told = "is a pickle or zip file, which can run code when it is read: refused. Load it where"
+    for name in (WEIGHTS, "state.json", MANIFEST):
+        if name != MANIFEST:
+            forge(folder, {name: raw})
+        (folder / name).write_bytes(raw)
+        refused(run, good, f"{name} {told}")
+        shutil.copytree(backup, folder, dirs_exist_ok=True)
+    assert not (tmp_path / "canary").exists()
+
+
+# --- a disk that fails -----------------------------------------------------------------------------------------------
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, when: str, name: str, error: OSError) -> None:
+    """Writing (half is written) or syncing the file `name`, or making, syncing or renaming the folder, raises `error`."""
+    real_open, real_mkdir, real_rename = pathlib.Path.open, pathlib.Path.mkdir, pathlib.Path.rename
+
+    def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        file = real_open(path, mode, *args, **options)
+        if when == "write" and "x" in mode and path.name == name:
+            file.write(b"half of it")
+            file.close()
+            raise error
+        return file
+
+    def fsync(handle: int) -> None:
+        if when == "fsync" and Path(os.readlink(f"/proc/self/fd/{handle}")).name.startswith(name):
+            raise error
+
+    def mkdir(path: Path, *args: Any, **options: Any) -> None:
+        if when == "mkdir" and path.name.startswith(name):
+            raise error
+        real_mkdir(path, *args, **options)
+
+    def rename(path: Path, target: Path) -> Path:
+        if when == "rename" and path.name.startswith(name) and ".old." not in path.name:  # which is put back
+            raise error
+        return real_rename(path, target)
+
+    monkeypatch.setattr(pathlib.Path, "open", opened)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(pathlib.Path, "mkdir", mkdir)
+    monkeypatch.setattr(pathlib.Path, "rename", rename)
+
+
+FAILURES = [(when, name) for when in ("write", "fsync") for name in (WEIGHTS, MANIFEST)]
+FAILURES += [(when, ".step_") for when in ("mkdir", "fsync", "rename")]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize(("when", "name"), FAILURES)
+def test_a_failed_save_changes_nothing(
+    when: str, name: str, code: int, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new step, and one in the place of another."""
+    old = run.load(6)
+    for step in (9, 6):
+        new = state(step, value=1.0)
+        with monkeypatch.context() as broken:
+            fail(broken, when, name, OSError(code, os.strerror(code)))
+            with pytest.raises(SaveError) as said:
+                run.save(new)
+        assert isinstance(said.value, FullDiskError) == (code == errno.ENOSPC)
+        told = f"{run.checkpoints}/step_0000000{step} could not be written ({os.strerror(code)}): it needs "
+        assert str(said.value).startswith(told) and str(said.value).endswith("What was there before is untouched.")
+        assert same(run.newest(), old) and names(run.checkpoints) == ["step_00000003", "step_00000006"]
+    run.save(new)  # and with room again it works
+    assert same(run.newest(), new)
+
+
+def test_a_disk_that_is_nearly_full_is_seen_beforehand(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, size = run.load(6), sum(path.stat().st_size for path in newest(run).iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, size))
+    monkeypatch.setattr(pathlib.Path, "open", lambda *_: pytest.fail("something was written"))
+    with pytest.raises(FullDiskError, match=f"it needs [\\d,]+ bytes, and {size:,} are free there"):
+        run.save(state(9))
+    monkeypatch.undo()
+    assert same(run.newest(), old)
+
+
+@pytest.mark.parametrize("what", ["run", "checkpoints"])
+@pytest.mark.parametrize("instead", ["nothing", "folder", "link"])
+def test_a_folder_that_vanished_or_was_replaced_is_not_gone_on_with(what: str, instead: str, run: RunFolder) -> None:
+    """A disk that went away, or a folder that another run made in its place: nothing is written there."""
+    old, place = run.load(6), run.path if what == "run" else run.checkpoints
+    away, other = run.path.with_name("away"), run.path.with_name("other")
+    place.rename(away)
+    other.mkdir()
+    if instead == "folder":
+        place.mkdir()
+    elif instead == "link":
+        place.symlink_to(other)
+    with pytest.raises(SaveError, match=r"step_00000009 could not be written .* moved away or replaced\): it needs"):
+        saved(run, 9)
+    with pytest.raises(SaveError, match="moved away or replaced"):
+        run.prune()
+    assert names(other) == [] and place.exists() == (instead != "nothing")
+    if instead != "nothing":
+        place.unlink() if instead == "link" else place.rmdir()
+    away.rename(place)
+    assert same(run.newest(), old)
+    saved(run, 9)
+
+
+# --- the folder ------------------------------------------------------------------------------------------------------
+
+
+def test_one_run_at_a_time(run: RunFolder) -> None:
+    with pytest.raises(
+        OptionError, match=f"run is in use: another run, process {os.getpid()}, is in it. Choose another folder"
+    ):
+        RunFolder(run.path).__enter__()
+    with pytest.raises(OptionError, match="is open already"):
+        run.__enter__()
+    saved(run, 9)  # neither took the lock away
+    run.__exit__()
+    with RunFolder(run.path) as other:
+        assert other.steps() == [3, 6, 9]
+        with pytest.raises(OptionError, match="in use"):
+            run.__enter__()
+
+
+def test_reading_is_free_and_writing_is_not(run: RunFolder) -> None:
+    reader = RunFolder(run.path)
+    assert same(reader.newest(), run.load(6)) and reader.steps() == [3, 6]
+    for change in (lambda: reader.save(state(9)), reader.prune):
+        with pytest.raises(OptionError, match=r"is not held: use it inside `with RunFolder"):
+            change()
+    assert RunFolder(run.path / "gone").newest() is None and not (run.path / "gone").exists()
+
+
+def test_a_full_disk_is_told_from_a_place_that_cannot_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the number of the process finds room: try again later, not elsewhere."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwrite", full)
+        with pytest.raises(FullDiskError, match=r"run could not be written \(No space left on device\): it needs .* are free"):
+            RunFolder(tmp_path / "run").__enter__()
+    with RunFolder(tmp_path / "run") as run:  # the lock was let go
+        saved(run, 3)
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(OptionError, match=r"cannot be the folder of a run \(.+\): choose another one"):
+            RunFolder(path).__enter__()
+
+
+def test_what_was_cut_off_is_swept_and_what_stepped_aside_comes_back(run: RunFolder) -> None:
+    old, inside, ending = run.load(6), run.checkpoints, "0123456789abcdef"
+    shutil.copytree(newest(run), inside / f".step_00000009.{ending}")
+    shutil.copytree(newest(run), inside / f".step_00000003.old.{ending}")  # the new one came: this is no longer needed
+    shutil.copytree(newest(run), inside / ".tmp-1-9")  # as 0.1.0 named them
+    (inside / "dead.step_00000002").symlink_to(inside / "step_00000003")
+    newest(run).rename(inside / f".step_00000006.old.{ending}")  # the new one never came
+    assert RunFolder(run.path).steps() == [3] and len(names(inside)) == 6  # who only looks, changes nothing
+    run.__exit__()
+    with run:
+        assert names(inside) == ["step_00000003", "step_00000006"] and same(run.newest(), old) and run.load(3).step == 3
