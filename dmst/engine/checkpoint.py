@@ -55,8 +55,7 @@ class State:
     epoch_sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # loss, right, images of the epoch so far
     scaler: list[float] = field(default_factory=list)  # of fp16: scale, good steps, skipped steps
     processes: int = 1
-    # what the bits depend on
-    recipe: str = ""  # its sha256
+    # what the bits depend on beside the recipe
     data: str = ""  # fingerprint of the images: names, sizes, labels
     content: str = ""  # sha256 of what is in the files, where they were scanned
     versions: dict[str, str] = field(default_factory=dict)
@@ -66,11 +65,11 @@ class State:
 def migrate(schema: int, told: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
     """What state.json says, as schema 2 has it.
 
-    1 (dmst 0.1.0): the manifest had step and context; state.json had epoch, tick and seed too, which follow from others.
+    1 (dmst 0.1.0): step and context were in the manifest; epoch, tick, seed and recipe were said twice.
     """
     if schema == 1:
-        kept = {key: told[key] for key in ("best", "epoch_sums", "scaler", "processes")}
-        return {"step": manifest["step"], **kept, **manifest["context"]}
+        told = {"step": manifest["step"], **told, **manifest["context"]}
+        return {key: value for key, value in told.items() if key not in ("epoch", "tick", "seed", "recipe")}
     return told
 
 

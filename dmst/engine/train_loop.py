@@ -251,7 +251,6 @@ class _Loop:
             epoch_sums=self.epoch_sums,
             scaler=[self.work.scale, self.work.good, self.work.skipped] if self.recipe.run.amp == "fp16" else [],
             processes=self.group.world,
-            recipe=self.recipe.digest,
             data=self.sets.fingerprint,
             content=self.sets.content,
             versions=versions(),

@@ -21,7 +21,7 @@ from dmst.errors import BadFileError, DmstError, FullDiskError, OptionError
 from dmst.models import VisionModel, create_model, load_model, save_model
 from dmst.operators import DMSA, OPERATORS
 from dmst.operators.orthonormal import is_orthonormal
-from tests.forged import CONFIG, WEIGHTS, forge, grown, header_length, pickled, put, seal, with_header
+from tests.forged import CONFIG, WEIGHTS, Change, forge, grown, header_length, pickled, put, seal, with_header
 
 BOTH = [CONFIG, WEIGHTS]
 SMALL: dict[str, Any] = {"dim": 16, "depth": 1, "num_heads": 2, "img_size": 16, "num_classes": 3}
