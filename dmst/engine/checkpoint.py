@@ -168,7 +168,7 @@ class RunFolder:
         posix()  # or an error, before anything is made
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.path / "lock")
+            self._lock = take_lock(self.path / "lock")
             HELD.add(self)
             if self.checkpoints.is_symlink():
                 raise OptionError(f"{self.checkpoints} is a link, and links are not followed: move what it leads to here.")
@@ -176,6 +176,9 @@ class RunFolder:
             self._was = os.lstat(self.checkpoints)
             self._sweep()
             atomic.sync(self.path)
+        except BlockingIOError as error:
+            told = f"{self.path} is in use: another run, process {error.strerror}, is in it."
+            raise OptionError(f"{told} Choose another folder, or end that run.") from error
         except OSError as error:
             self.__exit__()
             if error.errno in atomic.NO_ROOM:
@@ -307,8 +310,11 @@ def posix() -> ModuleType:
         ) from error
 
 
-def _locked(path: Path) -> int:
-    """A handle that holds the lock `path` until it is closed; OptionError if another process does, or if it is no lock."""
+def take_lock(path: Path) -> int:
+    """A handle that holds the lock `path` until it is closed. BlockingIOError, with the process, if another one does.
+
+    OptionError if the file is no lock of ours: it stays as it is.
+    """
     fcntl = posix()
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -321,17 +327,15 @@ def _locked(path: Path) -> int:
         if not LOCK.fullmatch(text):
             raise OptionError(f"{path} is not the lock of a run: move it away, or choose another folder.")
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(handle), os.lstat(path)):
+            raise BlockingIOError(errno.EAGAIN, "it was replaced since it was opened")
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         return handle
-    except BlockingIOError as error:
+    except BaseException as error:
         os.close(handle)
-        by = f", process {text.split()[0]}," if text else ""
-        raise OptionError(
-            f"{path.parent} is in use: another run{by} is in it. Choose another folder, or end that run."
-        ) from error
-    except BaseException:
-        os.close(handle)
+        if isinstance(error, BlockingIOError):
+            raise BlockingIOError(error.errno, (text.split() or ["?"])[0]) from error
         raise
 
 

@@ -24,7 +24,8 @@ import torch
 
 from dmst import atomic, provenance
 from dmst.analysis import probes
-from dmst.engine import lock, prepare
+from dmst.engine import prepare
+from dmst.engine.checkpoint import take_lock
 from dmst.engine.console import watcher
 from dmst.engine.recipe import Recipe
 from dmst.engine.train_loop import Result, train
@@ -107,7 +108,7 @@ def run(job: Job) -> tuple[bool, str]:
 def _claimed(path: Path) -> Iterator[bool]:
     """Whether this process alone holds the lock, as long as the block lasts; a kill frees it too."""
     try:
-        handle = lock.take(path)
+        handle = take_lock(path)
     except BlockingIOError:
         yield False
         return

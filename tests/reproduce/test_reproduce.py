@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from dmst import cli
-from dmst.engine import lock, prepare
+from dmst.engine import prepare
+from dmst.engine.checkpoint import take_lock
 from dmst.engine.console import Quiet
 from dmst.engine.train_loop import train
 from dmst.errors import BadFileError, DmstError, Stopped
@@ -177,7 +178,7 @@ def test_several_processes_share_a_table(tiny: None, tmp_path: Path) -> None:
     """Somebody is at seed 1 of TSSA; seed 2 is done while it waits for its turn."""
     runs = tmp_path / ".runs"
     runs.mkdir()
-    handle = lock.take(runs / f"{TINY.config_of(CELLS[1])}-1.lock")
+    handle = take_lock(runs / f"{TINY.config_of(CELLS[1])}-1.lock")
     said = start(tmp_path, cells=["TSSA"])
     assert said[1] == "tiny: TSSA, seed 1: another process is at it" and not any("at it" in each for each in said[::2])
     os.close(handle)
