@@ -582,8 +582,7 @@ def test_the_running_mean_of_the_weights() -> None:
         with torch.no_grad():
             for x in model.state_dict().values():
                 x.copy_(torch.randn_like(x) if x.is_floating_point() else torch.tensor(step + 1))
-        mean.set_step(step)
-        mean.update()
+        mean.update(step)
         decay = min(0.7, (1 + step) / (10 + step))
         for name, x in model.state_dict().items():
             wanted[name] = decay * wanted[name] + (1 - decay) * x if x.is_floating_point() else x.clone()
@@ -654,24 +653,6 @@ def test_a_compiled_run_learns_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     assert found[0].score.right == pytest.approx(found[1].score.right, abs=3)
     losses = [[event["loss"] for event in each.journal if event["event"] == "step"] for each in found]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("version", "device", "options"),
-    [
-        ("2.11.0+cu130", "cuda", {"comprehensive_padding": False}), ("2.13.0+cu130", "cuda", None), ("2.11.0+cpu", "cpu", None),
-    ],
-)  # fmt: skip
-def test_what_older_compilers_get_wrong_is_switched_off(
-    version: str, device: str, options: dict[str, bool] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Padded buffers, on a GPU. The compiler knows the option by this name."""
-    asked: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda model, **given: asked.append(given) or model)
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-    train_step._compiled(nn.Identity(), torch.device(device))
-    assert asked == [{"dynamic": False, "options": options}]
-    assert "comprehensive_padding" in torch._inductor.list_options()
 
 
 @pytest.mark.parametrize("again", ["false", "true"], ids=["kept", "checkpointed"])

@@ -40,9 +40,9 @@ def lr_factor(step: int, steps: int, steps_per_epoch: int, schedule: Schedule, p
 
 
 class Optimizer:
-    """AdamW, and Muon where it is asked for. Inside a CUDA graph (`recorded`) learning rates are tensors."""
+    """AdamW, and Muon where it is asked for."""
 
-    def __init__(self, model: VisionModel, recipe: Recipe, *, recorded: bool = False) -> None:
+    def __init__(self, model: VisionModel, recipe: Recipe) -> None:
         optim, kept = recipe.optim, model.no_weight_decay()
         self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         matrices = [p for p, name in self.names.items() if optim.opt == "muon" and is_matrix(name, p)]
@@ -51,32 +51,24 @@ class Optimizer:
         decayed = [p for p, name in rest if p.ndim > 1 and name not in kept]
         plain = [p for p, name in rest if p.ndim <= 1 or name in kept]
         groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.recorded, device = recorded, next(model.parameters()).device
-
-        def rate(peak: float) -> Any:
-            return torch.tensor(peak, device=device) if recorded else peak
-
         self.parts: list[tuple[torch.optim.Optimizer, float]] = []
         peak, matrix_peak = optim.lr * recipe.lr_scale, optim.matrix_lr * recipe.lr_scale
         adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
-            lr=rate(peak), betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True, capturable=recorded,
+            lr=peak, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True,
         )  # fmt: skip
         for p, _ in rest:
             count = torch.zeros((), dtype=torch.float32, device=p.device)
             adamw.state[p] = {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         self.parts.append((adamw, peak))
         if matrices:
-            self.parts.append((Muon(matrices, rate(matrix_peak), weight_decay=optim.weight_decay), matrix_peak))
+            self.parts.append((Muon(matrices, matrix_peak, weight_decay=optim.weight_decay), matrix_peak))
 
     def set_lr(self, factor: float) -> float:
         """Every learning rate as `factor` of its peak; returns that of AdamW."""
         for part, peak in self.parts:
             for group in part.param_groups:
-                if self.recorded:
-                    group["lr"].fill_(peak * factor)
-                else:
-                    group["lr"] = peak * factor
+                group["lr"] = peak * factor
         return self.parts[0][1] * factor
 
     def step(self) -> None:
@@ -104,9 +96,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 class Muon(torch.optim.Optimizer):
     """Matrices of one shape go through the Newton-Schulz steps as one batch; torch.optim.Muon takes them one by one."""
 
-    def __init__(
-        self, params: Iterable[Tensor], lr: float | Tensor, *, momentum: float = 0.95, weight_decay: float = 0.0
-    ) -> None:
+    def __init__(self, params: Iterable[Tensor], lr: float, *, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -149,8 +139,6 @@ class Mean:
     def __init__(self, model: VisionModel, decay: float) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.decay = decay
-        weight = next(model.parameters())
-        self._share = torch.zeros((), dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
         self._mine, self._theirs = ([x for x in m.state_dict().values() if x.is_floating_point()] for m in (self.model, model))
         self._counts = [
             (mine, theirs)
@@ -158,13 +146,10 @@ class Mean:
             if not mine.is_floating_point()
         ]
 
-    def set_step(self, step: int) -> None:
-        self._share.fill_(1 - min(self.decay, (1 + step) / (10 + step)))
-
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, step: int) -> None:
         away = torch._foreach_sub(self._theirs, self._mine)
-        torch._foreach_mul_(away, self._share)
+        torch._foreach_mul_(away, 1 - min(self.decay, (1 + step) / (10 + step)))
         torch._foreach_add_(self._mine, away)
         for mine, theirs in self._counts:
             mine.copy_(theirs)

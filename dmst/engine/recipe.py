@@ -105,7 +105,7 @@ class Run(Settings):
     seed: int = setting(0, "decides weights, order and augmentation", low=0, high=2**32 - 1)
     amp: str = setting("none", "lower precision of the forward pass", choices=("none", "bf16", "fp16"))
     compile: bool = setting(False, "torch.compile")
-    graph: bool = setting(False, "record the step as a CUDA graph")
+    graph: bool = setting(False, "on a GPU: torch.compile with CUDA graphs")
     channels_last: bool = setting(False, "memory layout of images")
     grad_checkpointing: bool = setting(False, "compute activations again in the backward pass instead of keeping them")
     deterministic: bool = setting(False, "only algorithms that repeat to the bit")
@@ -216,11 +216,6 @@ RULES: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
         "run.final optim.model_ema",
         lambda r: r.run.final != "ema" or r.optim.model_ema > 0,
         "no running mean is kept; set model_ema, as 0.999",
-    ),
-    (
-        "run.graph run.amp",
-        lambda r: not (r.run.graph and r.run.amp == "fp16"),
-        "the loss scaler of fp16 may skip a step, which a recorded one cannot; use bf16",
     ),
     (
         "data.holdout data.eval",

@@ -5,8 +5,7 @@
                  and the statistics of batch norms, which the forward pass moved, are put back
     apply        clipping, optimizer, orthonormal matrices, running mean
 
-With `run.graph` gradients and apply are recorded once as two CUDA graphs and replayed: small networks leave a GPU waiting for
-the host.
+With `run.graph` torch.compile records the network as CUDA graphs: small ones leave a GPU waiting for the host.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from dmst.models import VisionModel
 from dmst.operators.orthonormal import OrthonormalLinear, retract
 
 MOST_SKIPS = 20
-ON_DEVICE = ("images", "targets", "labels", "weight")  # of a batch
 GROW = 2000  # steps without a skip after which fp16's scale doubles
 
 
@@ -60,22 +58,22 @@ class TrainStep:
     def __init__(self, model: VisionModel, recipe: Recipe, group: Group) -> None:
         run = recipe.run
         self.model, self.recipe, self.group = model, recipe, group
-        self.recorded = run.graph and group.device.type == "cuda"
-        if self.recorded and (group.world > 1 or run.accumulate > 1):
+        recorded = run.graph and group.device.type == "cuda"
+        if recorded and (group.world > 1 or run.accumulate > 1):
             raise OptionError("run.graph records one process and one micro-step: set run.graph=false, or run.accumulate=1.")
         if group.world > 1:
             share_batch_norms(model)
         if run.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.set_grad_checkpointing(run.grad_checkpointing)
-        self.optimizer = Optimizer(model, recipe, recorded=self.recorded)
+        self.optimizer = Optimizer(model, recipe)
         self.mean = Mean(model, recipe.optim.model_ema) if recipe.optim.model_ema else None
         self.random = _is_random(model)
-        if run.compile and self.random:  # for the whole process: compiled networks draw what plain ones draw
+        if (run.compile or recorded) and self.random:  # for the whole process: compiled networks draw what plain ones draw
             from torch._inductor import config
 
             config.fallback_random = True
-        self.net: nn.Module = _compiled(model, group.device) if run.compile else model
+        self.net: nn.Module = _compiled(model, group.device, recorded) if run.compile or recorded else model
         if group.world > 1:
             self.net = _averaged(self.net, group.device)
         self.parameters = list(self.optimizer.names)
@@ -84,12 +82,9 @@ class TrainStep:
         for layer in tied:
             layer.kept = True  # by `_apply`
         self.tied = bool(tied)
-        dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
-        self._factor = torch.ones((), dtype=dtype, device=group.device)
+        self._factor = 1.0  # of the loss, before the backward pass
         self._sums = torch.zeros(4, dtype=torch.float64, device=group.device)  # loss, right, bad inputs; norm
         self._statistics = _statistics(model)
-        self._held: Batch | None = None  # of recorded steps: the tensors that they read
-        self._graphs: tuple[Callable[[], None], Callable[[], None]] | None = None
 
     def leave(self) -> None:
         """The models are their owner's again: nobody retracts after their steps from here on."""
@@ -116,8 +111,6 @@ class TrainStep:
         """Take step number `step` (from 0) on the next micro-batches; `count` images of the global batch count."""
         self.model.train()
         self.optimizer.set_lr(lr_factor)
-        if self.mean is not None:
-            self.mean.set_step(step)
         for now, before in self._statistics:
             torch._foreach_copy_(before, now)
         try:
@@ -130,7 +123,7 @@ class TrainStep:
         self._sums[:3] = self.group.sum(self._sums[:3].clone())
         loss, right, bad_inputs, norm = self._sums.tolist()
         if math.isfinite(loss) and math.isfinite(norm):
-            self._apply() if self._graphs is None else self._graphs[1]()
+            self._apply(step)
             self._rescale(True)
         elif self.recipe.run.amp == "fp16" and math.isfinite(loss) and self.skipped < MOST_SKIPS:
             self._take_back()
@@ -146,10 +139,7 @@ class TrainStep:
 
     def _gradients(self, step: int, batches: Iterator[Batch], count: float) -> None:
         """Those of all micro-batches. A GPU is still at work on them when this returns."""
-        self._factor.fill_(self.group.world * self.scale / max(count, 1))
-        if self.recorded:
-            self._replay(step, next(batches))
-            return
+        self._factor = self.group.world * self.scale / max(count, 1)
         self.forget()
         self._sums.zero_()
         micro_steps = self.recipe.run.accumulate
@@ -190,22 +180,22 @@ class TrainStep:
             torch._foreach_mul_(grads, 1 / self.scale)
         self._sums[3] = nn.utils.get_total_norm(grads)
 
-    def _apply(self) -> None:
+    def _apply(self, step: int) -> None:
+        dtype = self.parameters[0].dtype
         if clip := self.recipe.optim.clip_grad:  # not before: a NaN in one gradient would be in all
-            nn.utils.clip_grads_with_norm_(self.parameters, clip, self._sums[3].to(self._factor.dtype))
+            nn.utils.clip_grads_with_norm_(self.parameters, clip, self._sums[3].to(torch.promote_types(dtype, torch.float32)))
         self.optimizer.step()
         if self.tied:
             retract(self.model)
         if self.mean is not None:
-            self.mean.update()
+            self.mean.update(step)
             if self.tied:
                 retract(self.mean.model)
 
     def forget(self) -> None:
         """Drop the gradients."""
-        if self._graphs is None:  # which lay theirs at the same place every time
-            for parameter in self.parameters:
-                parameter.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def _take_back(self) -> None:
         """As it was before the step."""
@@ -248,48 +238,6 @@ class TrainStep:
             f"Nothing was applied. Try --set run.accumulate={2 * run.accumulate}, or --set run.grad_checkpointing=true."
         )
 
-    # --- CUDA graphs -------------------------------------------------------------------------------------------------
-
-    def _replay(self, step: int, batch: Batch) -> None:
-        """The gradients of a batch, by the graph."""
-        if self._graphs is None:
-            self._held = held = batch._replace(**{name: getattr(batch, name).clone() for name in ON_DEVICE})
-            gradients = self._recorded(lambda: self._one_batch(held))
-            torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])  # recorded, not computed so far
-            self._graphs = gradients, self._recorded(self._apply)
-        self._seed(step, 0)  # after the recording, which draws too
-        for name in ON_DEVICE:
-            getattr(self._held, name).copy_(getattr(batch, name))
-        self._graphs[0]()
-
-    def _one_batch(self, held: Batch) -> None:
-        self.forget()  # so that gradients lie where the graph leaves them: adding them to others is a launch each
-        self._sums.zero_()
-        self._add(held)
-        self._measure()
-
-    def _recorded(self, call: Callable[[], None]) -> Callable[[], None]:
-        """`call` as a CUDA graph. It is tried first, on the stream of the graph; every tensor that this changes is put back."""
-        device = self.group.device
-        state = [*self.model.state_dict().values(), *self.optimizer.state().values()]
-        state += [] if self.mean is None else list(self.mean.model.state_dict().values())
-        kept = [x.clone() for x in state]
-        aside = torch.cuda.Stream(device)
-        aside.wait_stream(torch.cuda.current_stream(device))
-        try:
-            with torch.cuda.stream(aside):
-                for _ in range(3):
-                    call()
-        finally:  # also where memory does not suffice
-            torch.cuda.current_stream(device).wait_stream(aside)
-            with torch.no_grad():
-                for x, old in zip(state, kept, strict=True):
-                    x.copy_(old)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=aside):
-            call()
-        return graph.replay
-
 
 def _statistics(model: nn.Module) -> list[tuple[list[Tensor], list[Tensor]]]:
     """What the forward pass itself moves, and room for what it was: counts apart, so that each list is one launch."""
@@ -298,12 +246,14 @@ def _statistics(model: nn.Module) -> list[tuple[list[Tensor], list[Tensor]]]:
     return [(part, [x.clone() for x in part]) for part in lists if part]
 
 
-def _compiled(model: nn.Module, device: torch.device) -> nn.Module:
+def _compiled(model: nn.Module, device: torch.device, recorded: bool) -> nn.Module:
     """By torch.compile. Torch 2.11 pads some buffers of plain operators on a GPU and then reads them as if it had not: their
     gradients were wrong at 197 tokens, and right without padding and in 2.13 (docs/lab-notes.md).
     """
-    pads = device.type == "cuda" and torch.__version__ < "2.13"
-    return torch.compile(model, dynamic=False, options={"comprehensive_padding": False} if pads else None)  # type: ignore[return-value]
+    options: dict[str, Any] = {"triton.cudagraphs": True} if recorded else {}
+    if device.type == "cuda" and torch.__version__ < "2.13":
+        options["comprehensive_padding"] = False
+    return torch.compile(model, dynamic=False, options=options or None)  # type: ignore[return-value]
 
 
 def _averaged(net: nn.Module, device: torch.device) -> nn.Module:

@@ -205,7 +205,6 @@ RULE_BREAKERS = [
     (["schedule.warmup_lr=1.5e-3"], "schedule.warmup_lr"),
     (["optim.opt=muon"], "optim.matrix_lr"),
     (["run.final=ema", "optim.model_ema=0"], "run.final"),
-    (["run.graph=true", "run.amp=fp16"], "run.graph"),
     (["data.holdout=0.1", "data.eval="], "data.holdout"),
     (["run.batch_size=36", "run.accumulate=12"], "run.batch_size"),
     (["data.limit=255"], "data.limit"),
@@ -229,7 +228,6 @@ def test_every_rule_is_broken_above_and_kept_at_its_edge() -> None:
         ["schedule.min_lr=1.5e-3", "schedule.base_batch=128"],
         ["optim.opt=muon", "optim.matrix_lr=0.02"],
         ["run.final=ema"],
-        ["run.graph=false"],
         ["data.holdout=0.1"],
         ["run.accumulate=256", "augment.mixup=0", "augment.cutmix=0"],
         ["data.limit=256"],
@@ -412,7 +410,6 @@ def recipes(draw: st.DrawFn) -> Recipe:
     plan["warmup_epochs"] = min(plan["warmup_epochs"], plan["epochs"])
     optim["matrix_lr"] = optim["matrix_lr"] or 0.5
     run["final"] = "auto" if not optim["model_ema"] else run["final"]
-    run["graph"] = run["graph"] and run["amp"] != "fp16"
     return Recipe(**{name: section(**tables[name]) for name, section in SECTIONS.items()})
 
 
