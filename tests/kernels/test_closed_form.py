@@ -94,15 +94,6 @@ def test_only_what_is_wanted(case: tuple) -> None:
     assert relative(moving.grad, full["z"]) < 1e-13
 
 
-def test_the_kept_steps_claim_no_gradient() -> None:
-    """They leave the function beside the output; a gradient asked of one would be wrong, so none can be."""
-    operator = build("dmsa", {})
-    z = tokens().requires_grad_()
-    out = closed_form._Attend.apply(z, *operator.weights(), operator.form, None, F64)
-    assert out[0].requires_grad
-    assert not any(step.requires_grad for step in out[1:])
-
-
 @family
 def test_checkpointing_gives_the_same_gradients(case: tuple) -> None:
     operator = build(*case)

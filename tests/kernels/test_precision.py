@@ -6,47 +6,15 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from dmst import rotary
 from dmst.kernels import reference
 from dmst.operators import DMSA, create
 from dmst.sparsemax import sparsemax
 from tests.cases import build, excite, gradients, grid_of, label, relative, tokens
+from tests.parity import BARS, F64, PRECISE, excess, rounded
 
-F64 = torch.float64
-
-BARS = {torch.float32: (1e-6, 2e-6), torch.bfloat16: (5e-3, 1e-2), torch.float16: (1e-3, 2e-3)}
-PRECISE = [
-    ("dmsa", {}), ("dmsa", {"mode": "equation"}), ("dmsa", {"mode": "proximal"}), ("dmsa", {"rotary": "2d"}),
-    ("tssa", {}), ("tpusa", {}), ("tpsusa", {}), ("gated_channel", {}),
-]  # fmt: skip
 SHAPES = [(1, 1, 48, 3), (3, 2, 48, 3), (3, 17, 64, 8), (2, 197, 48, 1), (1, 197, 192, 4)]
-
-
-def excess(found: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
-    """Relative error beyond one subnormal of the dtype for each element."""
-    subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    error = (found.double() - exact).norm() - subnormal * exact.numel() ** 0.5
-    return (error.clamp(min=0) / exact.norm().clamp(min=1e-300)).item()
-
-
-def rounded(case: tuple, dtype: torch.dtype, scale: float, b: int, n: int, d: int, heads: int) -> tuple:
-    """Weights of nn.Linear's size, tokens and output gradient, all of which `dtype` can hold; stored in float32."""
-    operator = create(case[0], d, heads, **case[1]).eval()
-    if "proximal" in case[1].values():  # a rounded matrix is not orthonormal any more: take it as the numbers it is
-        basis = operator.subspace.weight.detach()
-        operator.subspace = nn.Linear(d, d)
-        operator.subspace.weight.data.copy_(basis)
-    with torch.no_grad():
-        for key, parameter in operator.named_parameters():
-            if parameter.shape == (d, d) and operator.state_dict().keys() >= {"theta"}:
-                pass  # orthonormal, then rounded
-            elif key.split(".")[0] in ("subspace", "assign", "out", "qkv"):
-                parameter.uniform_(-(d**-0.5), d**-0.5)
-            parameter.copy_(parameter.to(dtype))
-    z = (scale * torch.randn(b, n, d)).to(dtype).float()
-    return operator, z, torch.randn(b, n, d).to(dtype).float()
 
 
 @pytest.mark.parametrize("case", [*PRECISE, ("mhsa", {}), ("xca", {}), ("mssa", {})], ids=label)

@@ -1,0 +1,463 @@
+"""The fused layer against float64: output and every gradient, for every form.
+
+On a GPU where there is one (`pytest -m gpu`), else in Triton's interpreter. What only a GPU can do is in test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dmst import kernels, use_kernels
+from dmst.kernels import Weights, plan, reference
+from tests.cases import FAMILY, build, gradients, label, relative
+from tests.parity import (
+    BARS,
+    BF16,
+    DEVICE,
+    EQUATION,
+    F16,
+    F32,
+    LAYOUTS,
+    LISTING,
+    PRECISE,
+    PROXIMAL,
+    TSSA,
+    Layer,
+    check,
+    differentiate,
+    draw,
+    fresh_memory_is_nan,
+    fused,
+    guarded,
+    needs_triton,
+    plain,
+    same_bits,
+    strided,
+    transposed,
+)
+
+pytestmark = needs_triton
+interpreter = pytest.mark.interpreter
+# A program costs the interpreter as much as a large tile costs a GPU, and a new width costs a GPU a compilation.
+SMALL = (3, 198, 96, 2) if DEVICE == "cuda" else (2, 7, 24, 3)  # b, n, d, k
+LOW = [LISTING, EQUATION, PROXIMAL, TSSA, ("tpsusa", {}), ("gated_channel", {})]
+BIASED = ("dmsa", {"membership_bias": True})
+
+
+# --- every form, every dtype ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", FAMILY, ids=label)
+def test_every_form(case: tuple) -> None:
+    """Every buffer starts as NaN, and behind the end of every input there is nothing but NaN."""
+    made = draw(case, SMALL)
+    with fresh_memory_is_nan():
+        found = fused(made.map(guarded))
+    check(found, made)
+
+
+@interpreter
+@pytest.mark.parametrize(
+    "case", [case for case in FAMILY if case[1].get("gate_activation") in (None, "gelu", "relu")], ids=label
+)
+def test_where_gates_close(case: tuple) -> None:
+    """Two token tiles, the second one short."""
+    made = draw(case, (1, 70, 24, 3), excited=True)
+    check(fused(made), made, like_plain=True)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("case", LOW, ids=label)
+def test_autocast(case: tuple, dtype: torch.dtype) -> None:
+    """float32 tokens and weights. Heads of 48 channels, which registers pad to 64, in float16."""
+    made = draw(case, (1, 70, 96, 2) if dtype == F16 else (2, 63, 24, 3), dtype)
+    found = fused(made, dtype)
+    assert found["output"].dtype == dtype
+    assert found["z"].dtype == found["subspace"].dtype == F32
+    check(found, made, dtype)
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("case", [LISTING, PROXIMAL, TSSA], ids=label)
+def test_a_layer_stored_in_low_precision(case: tuple, dtype: torch.dtype) -> None:
+    made = draw(case, (2, 17, 32, 4), dtype)
+    found = fused(made.map(lambda x: x.to(dtype)), dtype)
+    assert {x.dtype for x in found.values()} == {dtype}
+    check(found, made, dtype)
+
+
+@interpreter
+@pytest.mark.parametrize("case", PRECISE, ids=label)
+@pytest.mark.parametrize("scale", [1e-8, 1e2, 1e4])
+def test_other_scales(case: tuple, scale: float) -> None:
+    for dtype in (F32, F16) if case in (PROXIMAL, TSSA) else (F32,):
+        made = draw(case, (1, 17, 48, 3), dtype, scale=scale)
+        check(fused(made, dtype), made, dtype, like_plain=True, scale=scale)
+
+
+@interpreter
+def test_scores_stay_float32_where_products_do_not() -> None:
+    """Near a tie, scores in low precision would move the gate, and so the output, by percents."""
+    for dtype in (F16, BF16):
+        for options in ({}, {"rotary": "2d"}, {"rotary": "none", "membership_bias": True}):
+            made = draw(("dmsa", options), (2, 70, 48, 4), dtype, scale=30.0)
+            found, right = fused(made, dtype)["output"], plain(made.map(Tensor.double), torch.float64)["output"]
+            assert relative(found, right) < BARS[dtype][0]
+
+
+@interpreter
+def test_memberships_that_grow_with_the_tokens_do_not_overflow_float16() -> None:
+    """pi reaches n there: pi s, here beyond 65504, is never stored without its factor."""
+    operator = build("tpsusa", {"token_sparse_rescale": True}, dim=16, heads=2, dtype=F32).half().to(DEVICE)
+    z = 300 * torch.randn(1, 256, 16).half().to(DEVICE)
+    with torch.no_grad(), use_kernels("fused"):
+        assert operator(z).isfinite().all()
+
+
+# --- sizes and ways ---------------------------------------------------------------------------------------------------
+
+SIZES = [
+    *((1, 9, 2, p) for p in (1, 5, 16, 48, 128)),  # b, n, k, p
+    (1, 9, 1, 8), (1, 3, 64, 6),
+    *((1, n, 2, 6) for n in (0, 1, 2, 63, 64, 65, 197)),
+    (0, 5, 3, 4), (7, 5, 3, 4),
+    (2, 7, 3, 5),
+]  # fmt: skip
+
+
+@interpreter
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sizes(size: tuple) -> None:
+    """Any number of tokens, none too; one head and 64; heads of one channel and of 128; an odd width."""
+    b, n, k, p = size
+    turned = {} if k * p % 2 == 0 else {"rotary": "none"}
+    for case in (("dmsa", {"membership_bias": True, **turned}), TSSA)[: 1 + (n < 6)]:
+        made = draw(case, (b, n, k * p, k), excited=True)
+        check(fused(made), made, like_plain=True)
+
+
+WAYS = {
+    "a sample is one program": {"PROGRAMS": 1},
+    "a sample is many programs, one output product": {"PROGRAMS": 10**6, "FOLDED": 0},
+    "a sample is many programs, an output product each": {"PROGRAMS": 10**6, "FOLDED": 4},
+    "programs of the scores' adjoint take several tiles": {"ASSIGN_PROGRAMS": 3},
+    "scores by position": {"by_position": lambda b, k, dtype, turned: turned, "BUSY": 0},
+}
+
+
+@interpreter
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "case", [("dmsa", {"max_active_heads": 2, "membership_bias": True}), PROXIMAL, ("tssa", {"position_scores": "1d"})], ids=label
+)
+def test_every_way_to_cut_the_work(case: tuple, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan` chooses by size what small layers would never meet."""
+    for name, value in WAYS[way].items():
+        monkeypatch.setattr(plan, name, value)
+    made = draw(case, (2, 130, 24, 3))
+    with fresh_memory_is_nan():
+        found = fused(made.map(guarded))
+    check(found, made)
+
+
+def test_calls_of_one_shape_with_new_numbers() -> None:
+    """Later calls of a shape are launched in a shorter way than the first: each computes from what it is given."""
+    for _ in range(4):
+        made = draw(LISTING, SMALL, excited=True)
+        check(fused(made), made, like_plain=True)
+
+
+# --- memory: layouts, what is wanted, what is not ours ----------------------------------------------------------------
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_layouts_of_tokens_and_of_the_output_gradient(dtype: torch.dtype) -> None:
+    made = draw(LISTING, SMALL, dtype, excited=True)
+    right = fused(made, dtype)
+    for view in LAYOUTS.values():
+        same_bits(fused(made._replace(z=view(made.z), grad=view(made.grad)), dtype), right)
+    ones = torch.ones((), device=DEVICE).expand(made.z.shape)  # the gradient of out.sum(): one number in memory
+    seen = made._replace(z=made.z[:, :1].expand(made.z.shape), grad=ones)
+    same_bits(fused(seen, dtype), fused(seen._replace(z=seen.z.contiguous(), grad=ones.contiguous()), dtype))
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("case", [BIASED, PROXIMAL, TSSA], ids=label)
+def test_layouts_of_the_weights(case: tuple, dtype: torch.dtype) -> None:
+    """Strided and transposed, in the layer's own dtype, where nothing is copied on the way in."""
+    made = draw(case, SMALL, dtype, excited=True).map(lambda x: x.to(dtype))
+    right = fused(made, dtype)
+    for view in (strided, transposed):
+        weights = Weights(*(None if w is None else view(w) for w in made.weights))
+        for name, value in fused(made._replace(weights=weights), dtype).items():
+            assert relative(value, right[name]) < BARS[dtype][0], name
+
+
+@interpreter
+@pytest.mark.parametrize("case", [BIASED, PROXIMAL, TSSA], ids=label)
+def test_nothing_of_the_callers_is_written(case: tuple) -> None:
+    made = draw(case, SMALL, excited=True)
+    before = made.map(torch.clone)
+    z = made.z.requires_grad_()
+    tensors = (z, *(w.requires_grad_() for w in made.weights if w is not None))
+    with use_kernels("fused"):
+        out = kernels.attend(z, made.weights, made.form, grid=made.grid)
+    first = torch.autograd.grad(out, tensors, made.grad, retain_graph=True)
+    second = torch.autograd.grad(out, tensors, made.grad)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    for mine, was in zip((made.z, made.grad, *made.weights), (before.z, before.grad, *before.weights), strict=True):
+        assert mine is None or torch.equal(mine, was)
+
+
+def check_wanted(made: Layer, dtype: torch.dtype = F32) -> None:
+    """Frozen weights get no gradient, and the others the same bits as when all are wanted."""
+    full = fused(made, dtype)
+    for field, weight in zip(Weights._fields, made.weights, strict=True):
+        if weight is not None:
+            one = fused(made, dtype, wanted=Weights(*(name == field for name in Weights._fields)))
+            assert one.keys() == {"output", "z", field}
+            same_bits(one, full)
+
+
+@interpreter
+@pytest.mark.parametrize("case", [BIASED, PROXIMAL, ("tssa", {"position_scores": "1d"})], ids=label)
+def test_only_what_is_wanted(case: tuple) -> None:
+    made = draw(case, SMALL, excited=True)
+    check_wanted(made)
+    full = fused(made)
+    weights = made.weights._replace(subspace=made.weights.subspace.detach().requires_grad_())
+    with use_kernels("fused"):
+        kernels.attend(made.z, weights, made.form, grid=made.grid).backward(made.grad)  # tokens that want none
+        assert torch.equal(weights.subspace.grad, full["subspace"])
+        for context in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+            with context:
+                out = kernels.attend(made.z, made.weights, made.form, grid=made.grid)
+                assert torch.equal(out, full["output"]) and not out.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_a_module_under_autocast(dtype: torch.dtype) -> None:
+    """The backward pass inside autocast or outside of it gives the same bits; low tokens are fine too."""
+    operator = build("dmsa", {}, dtype=F32).to(DEVICE)
+    z, grad = torch.randn(2, 7, 24, device=DEVICE), torch.randn(2, 7, 24, device=DEVICE)
+    with use_kernels("fused"), torch.autocast(DEVICE, dtype=dtype):
+        inside = gradients(operator, z, grad)
+        moving = z.clone().requires_grad_()
+        out = operator(moving)
+        low = operator(z.to(dtype))
+    out.backward(grad.to(dtype))
+    assert inside["out"].dtype == out.dtype == low.dtype == dtype
+    assert inside["z"].dtype == inside["subspace.weight"].dtype == F32
+    assert torch.equal(moving.grad, inside["z"])
+    with use_kernels("reference"), torch.autocast(DEVICE, dtype=dtype):
+        usual = gradients(operator, z, grad)
+    assert relative(low, usual["out"]) < 4 * BARS[dtype][0]
+    assert all(relative(inside[name], usual[name]) < 4 * BARS[dtype][1] for name in usual)
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+@interpreter
+@pytest.mark.parametrize("case", [PROXIMAL, TSSA, ("dmsa", {"rotary": "2d"})], ids=label)
+def test_nan_in_scratch_changes_no_bit(case: tuple) -> None:
+    made = draw(case, SMALL, F16, excited=True)
+    clean = fused(made, F16)
+    with fresh_memory_is_nan():
+        found = fused(made.map(guarded), F16)
+    assert all(value is None or value.isfinite().all() for value in clean.values())
+    same_bits(found, clean)
+
+
+def check_isolation(made: Layer, dtype: torch.dtype) -> None:
+    """The other samples keep every bit, and what the reference makes NaN in its own sample is NaN here too."""
+    clean = fused(made, dtype)
+    for where in ("z", "grad"):
+        value = getattr(made, where).clone()
+        value[1, 4, 5] = float("nan")
+        sick = made._replace(**{where: value})
+        found, usual = fused(sick, dtype), plain(sick, dtype)
+        others = torch.arange(len(value)) != 1
+        for key in ("output", "z"):
+            assert torch.equal(found[key][others], clean[key][others]), (where, key)
+            assert torch.equal(found[key].isnan(), usual[key].isnan()), (where, key)
+            assert found[key][1].isnan().any() or (where, key) == ("grad", "output")
+
+
+@pytest.mark.parametrize("case", [LISTING, PROXIMAL, TSSA, ("gated_channel", {})], ids=label)
+def test_a_nan_stays_in_its_sample(case: tuple) -> None:
+    check_isolation(draw(case, (3, 9, 24, 3), excited=True), F32)
+
+
+def test_repeats_are_equal_to_the_bit() -> None:
+    made = draw(LISTING, (1, 7, 16, 2), excited=True)
+    first = fused(made)
+    for _ in range(10):
+        same_bits(fused(made), first)
+
+
+@interpreter
+@pytest.mark.parametrize("case", [LISTING, EQUATION, PROXIMAL, TSSA, ("gated_channel", {})], ids=label)
+def test_what_is_computed_again_has_the_same_bits(case: tuple) -> None:
+    """By `save="nothing"`, and by checkpointing."""
+    made = draw(case, SMALL, excited=True)
+    right = fused(made)
+    same_bits(fused(made._replace(form=replace(made.form, save="nothing"))), right)
+
+    def again(z: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return checkpoint(functools.partial(kernels.attend, **kwargs), z, *args, use_reentrant=False)
+
+    with use_kernels("fused"):
+        same_bits(differentiate(again, made), right)
+
+
+# --- gates ------------------------------------------------------------------------------------------------------------
+
+
+@interpreter
+@pytest.mark.parametrize("gate", ["sparsemax", "sigmoid", "relu", "gelu", "uniform"])
+def test_gates_at_ties_and_at_zero(gate: str) -> None:
+    """All scores equal, for any reason or for none: zeros."""
+    for value in (0.0, 1.0):
+        options = {"gate_activation": gate, "membership_bias": True, "rotary": "none"}
+        made = draw(("dmsa", options), (2, 7, 48, 12), excited=True)
+        tied = torch.zeros(12, 48).index_fill_(1, torch.tensor([3]), value)
+        made = made._replace(
+            weights=made.weights._replace(assign=tied.to(DEVICE), assign_bias=torch.zeros(12, device=DEVICE))
+        )
+        check(fused(made), made, like_plain=True)
+
+
+@interpreter
+@pytest.mark.parametrize("heads", [12, 40])  # the reference compares pairs of the first, and sorts the second
+def test_a_cap_on_tied_heads(heads: int) -> None:
+    """All tied, four allowed: the four lowest indices are on, and only they are learned from."""
+    made = draw(("dmsa", {"max_active_heads": 4}), (2, 3, 4 * heads, heads), excited=True)
+    made = made._replace(weights=made.weights._replace(assign=made.weights.assign[:1].expand(heads, -1)))
+    found = fused(made)
+    check(found, made, like_plain=True)
+    by_head = found["subspace"].unflatten(0, (heads, 4))
+    assert by_head[:4].any() and not by_head[4:].any()
+
+
+@interpreter
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "equation"}, {"mode": "proximal"}, {"gate_activation": "relu"}, {"max_active_heads": 1}], ids=str
+)
+def test_a_silent_head_learns_nothing(options: dict) -> None:
+    """Gate 0 for the sample: exactly 0 in every gradient that belongs to the head."""
+    made = draw(("dmsa", {"membership_bias": True, **options}), (1, 9, 48, 6), excited=True)
+    bias = torch.tensor([3.0, -3.0, 2.9, -2.9, 0.0, -4.0], device=DEVICE)
+    made = made._replace(weights=made.weights._replace(assign_bias=bias))
+    off = gates(made)[0] == 0
+    assert 0 < off.sum() < 6
+    owned: dict[str, Callable[[Tensor], Tensor]] = {
+        "subspace": lambda g: g.unflatten(0, (6, 8)),
+        "subspace_bias": lambda g: g.unflatten(0, (6, 8)),
+        "assign": lambda g: g,
+        "assign_bias": lambda g: g,
+        "out": lambda g: g.mT.unflatten(0, (6, 8)),
+    }
+    found = fused(made)
+    for name, by_head in owned.items():
+        if found.get(name) is not None:
+            assert not by_head(found[name])[off].any(), name
+            assert by_head(found[name])[~off].any() or name.startswith("assign"), name
+
+
+def gates(made: Layer) -> Tensor:
+    wide = made.map(Tensor.double)
+    return reference.gate_of(reference.score(wide.z, wide.weights, wide.form, wide.grid), wide.form)[1]
+
+
+# --- silent heads left out --------------------------------------------------------------------------------------------
+
+
+def without_silent(made: Layer, dtype: torch.dtype = F32) -> dict[str, Tensor | None]:
+    low = dtype != F32 and made.z.dtype == F32
+    with use_kernels("fused"), torch.no_grad(), torch.autocast(DEVICE, dtype=dtype if low else F16, enabled=low):
+        return {"output": kernels.attend(made.z, made.weights, made.form, grid=made.grid, skip=True)}
+
+
+def capped(shape: tuple, active: int, dtype: torch.dtype = F32, **options: Any) -> Layer:
+    """Just so many heads are on, other ones for each sample: the pooled scores lie close together."""
+    made = draw(("dmsa", {"max_active_heads": active, **options}), shape, dtype)
+    made = made._replace(weights=made.weights._replace(assign=made.weights.assign / 8))
+    assert (gates(made) != 0).sum(-1).tolist() == [active] * shape[0]
+    return made
+
+
+ROUTES = {"tiles": [], "whole samples": plan.SHORT}  # of tokens and columns, or a program a sample
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("mode", ["listing", "equation", "proximal"])
+def test_leaving_silent_heads_out_changes_nothing(mode: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short samples, and long ones with an output weight each; every buffer starts as NaN."""
+    monkeypatch.setattr(plan, "SHORT", ROUTES[route])
+    for shape, active, dtype in (((2, 37, 96, 8), 2, F32), ((2, 130, 48, 4), 3, F32), ((1, 50, 24, 3), 2, F16)):
+        made = capped(shape, active, dtype, mode=mode)
+        with fresh_memory_is_nan():
+            found = without_silent(made.map(guarded), dtype)
+        check(found, made, dtype, some=True)
+
+
+@interpreter
+def test_silent_heads_of_a_batch() -> None:
+    """No head on leaves the bias; a NaN gate is not silent, and stays in its sample."""
+    made = draw(("dmsa", {"gate_scale": 0.0}), (2, 20, 48, 4))
+    assert torch.equal(without_silent(made)["output"], made.weights.out_bias.expand(2, 20, 48))
+    made = capped((3, 9, 24, 4), 2)
+    clean, z = without_silent(made)["output"], made.z.clone()
+    z[1, 4, 5] = torch.nan
+    dirty = without_silent(made._replace(z=z))["output"]
+    assert torch.equal(dirty[[0, 2]], clean[[0, 2]]) and dirty[1].isnan().all()
+
+
+# --- fuzz -------------------------------------------------------------------------------------------------------------
+
+DRAWN = {
+    "case": st.sampled_from(FAMILY if DEVICE == "cpu" else [LISTING, PROXIMAL, TSSA]),
+    "b": st.integers(0, 2 if DEVICE == "cpu" else 9),
+    "n": st.one_of(st.integers(0, 9), st.sampled_from([63, 64, 65]), st.integers(0, 70 if DEVICE == "cpu" else 3000)),
+    "k": st.integers(1, 3) if DEVICE == "cpu" else st.just(2),  # a new width is a compilation
+    "p": st.integers(1, 16) if DEVICE == "cpu" else st.just(48),
+    "dtype": st.sampled_from([F32, F32, F16, BF16]),
+    "excited": st.booleans(),
+    "layouts": st.tuples(*(st.sampled_from([None, *LAYOUTS]) for _ in range(2))),
+    "wanted": st.tuples(*(st.booleans() for _ in Weights._fields)),
+}
+
+
+@interpreter
+@settings(max_examples=30, phases=[Phase.explicit, Phase.generate])  # shrinking in the interpreter takes minutes
+@given(st.fixed_dictionaries(DRAWN))
+def test_any_shape_stride_and_dtype(drawn: dict[str, Any]) -> None:
+    name, options = drawn["case"]
+    b, n, k, p, dtype = (drawn[key] for key in ("b", "n", "k", "p", "dtype"))
+    d = k * p
+    turns = 4 if "2d" in options.values() else 1 if "none" in options.values() else 2
+    d *= turns // min(turns, next(t for t in (4, 2, 1) if d % t == 0))  # rotary wants pairs, 2d pairs of pairs
+    if "max_active_heads" in options:
+        options = {**options, "max_active_heads": min(k, options["max_active_heads"])}
+    torch.manual_seed(b + 7 * n + 1000 * k + 9000 * p)
+    made = draw((name, options), (b, n, d, k), dtype, excited=drawn["excited"])
+    z, grad = (
+        x if layout is None or not x.numel() else LAYOUTS[layout](x)
+        for layout, x in zip(drawn["layouts"], (made.z, made.grad), strict=True)
+    )
+    made = made._replace(z=z, grad=grad)
+    check(fused(made, dtype, wanted=Weights(*drawn["wanted"])), made, dtype, like_plain=True, some=True)
