@@ -32,8 +32,7 @@ from dmst import rotary
 from dmst.kernels import Form, Weights, reference
 from dmst.sparsemax import sparsemax
 from tests.cases import relative
-from tests.test_fused import CANCELLING, Layer, nudged, size_of_terms
-from tests.test_precision import BARS, excess
+from tests.parity import BARS, CANCELLING, Layer, excess, nudged, size_of_terms
 
 F32, F64 = torch.float32, torch.float64
 ROUNDING = 0.1  # of the bar

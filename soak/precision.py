@@ -30,8 +30,7 @@ from dmst.sparsemax import _sort_threshold
 from soak import table as lines
 from soak.case import Case
 from tests.cases import relative
-from tests.test_fused import Layer, differentiate, draw
-from tests.test_precision import BARS, excess
+from tests.parity import BARS, Layer, differentiate, draw, excess
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HEADS = {48: 3, 64: 8, 192: 4}  # of each width
@@ -96,7 +95,7 @@ def compute(made: Layer, dtype: torch.dtype, how: str) -> tuple[dict[str, Tensor
 def measure(mode: str, way: str, scale: float, shape: tuple[int, int, int, int], _: Path) -> dict[str, Any]:
     dtype, how = WAYS[way]
     torch.manual_seed(0)
-    made = draw(("dmsa", {"mode": mode, "rotary": "1d"}), shape, dtype, scale=scale)
+    made = draw(("dmsa", {"mode": mode, "rotary": "1d"}), shape, dtype, scale=scale, device="cpu")
     wide = made.map(Tensor.double)
     exact, usual = differentiate(functools.partial(reference.attend, dtype=F64), wide), None
     assert relative(formula(*wide[:3]), exact["output"]) < 1e-10, "the plain formula is not that of the layer"  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ BANNED_CALLS = {
 BANNED_KEYWORDS = {"shell", "trust_remote_code"}
 
 
-# Python that the package writes itself, of names and numbers (test_tape: test_what_is_written_is_names_and_numbers)
+# Python that the package writes itself, of names and numbers
 WRITERS = {"kernels/fused/writer.py": ["exec"]}
 
 

@@ -31,8 +31,8 @@ from soak.case import Case
 from soak.judge import Judge, differentiate, plain, switches
 from tests import test_sparsemax
 from tests.cases import build, gradients, grid_of, relative
-from tests.test_fused import Layer, draw, quicken
-from tests.test_precision import BARS
+from tests.parity import BARS, Layer, draw
+from tests.quick import quicken
 
 TITLE = "Operator kernels"
 
@@ -131,7 +131,7 @@ def told(what: str, i: int, drawn: dict[str, Any]) -> str:
 def lay(drawn: dict[str, Any], seed: int) -> Layer:
     torch.manual_seed(seed)
     dtype = drawn["dtype"]
-    made = draw(drawn["case"], drawn["shape"], dtype, scale=drawn["scale"])
+    made = draw(drawn["case"], drawn["shape"], dtype, scale=drawn["scale"], device="cpu")
     z, grad = (LAYOUTS[layout](x) for layout, x in zip(drawn["layouts"], (made.z, made.grad), strict=True))
     return made._replace(z=z, grad=grad)
 

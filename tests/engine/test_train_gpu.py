@@ -14,10 +14,7 @@ from dmst.engine.train_loop import train
 from dmst.engine.train_step import without_cudnn_attention
 from tests.runs import Cut, CutAfter, digests, tensors, tiny
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here; run `pytest -m gpu` where there is one"),
-]
+pytestmark = pytest.mark.gpu
 RANDOM = ["model.options.drop_path_rate=0.2", "model.options.drop_rate=0.1", "optim.model_ema=0.9", "run.save_every=3"]
 WAYS = {
     "plain": [],

@@ -210,7 +210,7 @@ def hopper(d: int, p: int, dtype: torch.dtype = BF16) -> Any:
     from dmst.kernels.fused import hopper
 
     if not hopper.serves(torch.device("cuda", torch.cuda.current_device()), dtype, d, p):
-        pytest.skip(f"{torch.cuda.get_device_name()} is no Hopper GPU, or this Triton's Gluon is not one of those that were read")
+        pytest.skip(f"{torch.cuda.get_device_name()} is no Hopper GPU, or this Triton's Gluon was not read")
     return hopper
 
 

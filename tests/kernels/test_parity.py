@@ -159,7 +159,9 @@ WAYS = {
 @interpreter
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "case", [("dmsa", {"max_active_heads": 2, "membership_bias": True}), PROXIMAL, ("tssa", {"position_scores": "1d"})], ids=label
+    "case",
+    [("dmsa", {"max_active_heads": 2, "membership_bias": True}), PROXIMAL, ("tssa", {"position_scores": "1d"})],
+    ids=label,
 )
 def test_every_way_to_cut_the_work(case: tuple, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan` chooses by size what small layers would never meet."""
@@ -335,9 +337,7 @@ def test_gates_at_ties_and_at_zero(gate: str) -> None:
         options = {"gate_activation": gate, "membership_bias": True, "rotary": "none"}
         made = draw(("dmsa", options), (2, 7, 48, 12), excited=True)
         tied = torch.zeros(12, 48).index_fill_(1, torch.tensor([3]), value)
-        made = made._replace(
-            weights=made.weights._replace(assign=tied.to(DEVICE), assign_bias=torch.zeros(12, device=DEVICE))
-        )
+        made = made._replace(weights=made.weights._replace(assign=tied.to(DEVICE), assign_bias=torch.zeros(12, device=DEVICE)))
         check(fused(made), made, like_plain=True)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from dmst import rotary
 from dmst.kernels import reference
-from dmst.operators import DMSA, create
+from dmst.operators import DMSA
 from dmst.sparsemax import sparsemax
 from tests.cases import build, excite, gradients, grid_of, label, relative, tokens
 from tests.parity import BARS, F64, PRECISE, excess, rounded

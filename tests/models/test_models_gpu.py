@@ -9,15 +9,10 @@ import torch
 
 from dmst import create_model, load_model, save_model, use_kernels
 from dmst.analysis import layer_rates, maps
-from dmst.kernels import hidden
-from dmst.kernels.neighbours import local_gelu
 from dmst.models import VisionModel
 from tests.cases import relative
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here; run `pytest -m gpu` where there is one"),
-]
+pytestmark = pytest.mark.gpu
 FAMILIES = ("dmst_tiny", "tost_tiny", "vit_tiny", "crate_tiny")
 
 
@@ -38,36 +33,6 @@ def test_gpu_is_cpu(name: str) -> None:
     assert relative(there.cpu(), here) < 1e-9
     for key, p in model.named_parameters():
         assert relative(p.grad.cpu(), before[key]) < 1e-7 or (p.grad.cpu() - before[key]).norm() < 1e-9, key
-
-
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_hidden_channels_by_one_kernel(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network's MLPs in inference, eager and in a graph of the compiler: near the plain ones, one call a block."""
-    from dmst.kernels.fused import hopper
-
-    if not hidden._fits(torch.cuda.current_device(), torch.bfloat16, 768, 192):
-        pytest.skip(
-            f"{torch.cuda.get_device_name()} is no Hopper GPU, or this Triton's Gluon is not one of those that were read"
-        )
-    calls, made = [], hopper.hidden
-    monkeypatch.setattr(hopper, "hidden", lambda *given: calls.append(1) or made(*given))
-    model = small("vit_tiny", dim=192, img_size=128, device="cuda").eval()
-    images = torch.randn(256, 3, 128, 128, device="cuda")
-    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
-        found = model(images)
-        assert len(calls) == 3 and not hidden._broken
-        assert torch.equal(model.trace(images).logits, found)
-        with use_kernels("reference"):
-            plain = model(images)
-        calls.clear()
-        compiled = torch.compile(model, mode=mode, dynamic=False, fullgraph=True)
-        again = [compiled(images).clone() for _ in range(3)][-1]
-        assert calls and not hidden._broken
-    assert relative(found.double(), plain.double()) < 3e-2 and relative(again.double(), plain.double()) < 3e-2
-    calls.clear()
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        model(images).sum().backward()  # a gradient is wanted
-    assert not calls
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -115,23 +80,6 @@ def test_rates_on_the_gpu_are_those_of_the_cpu() -> None:
     there = layer_rates(model.cuda(), images.cuda())
     for name in here.mean:
         assert there.mean[name] == pytest.approx(here.mean[name], rel=1e-3)
-
-
-@pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize(("b", "grid", "c"), [(64, (8, 8), 768), (3, (14, 14), 100), (2, (5, 9), 65), (1, (64, 64), 256)])
-def test_neighbours_on_the_gpu_are_the_plain_formula(
-    b: int, grid: tuple[int, int], c: int, dtype: torch.dtype, bar: float
-) -> None:
-    h, w = torch.randn(b, grid[0] * grid[1], c, device="cuda", dtype=dtype), torch.randn(c, 1, 3, 3, device="cuda")
-    g, found = torch.randn_like(h), []
-    for kernels, wide in (("fused", dtype), ("reference", torch.float64)):
-        given = [h.to(wide).requires_grad_(), w.to(torch.promote_types(wide, torch.float32)).requires_grad_()]
-        with use_kernels(kernels):
-            y = local_gelu(given[0], given[1], grid)
-        assert ("local_gelu" in type(y.grad_fn).__name__) is (kernels == "fused")
-        found.append((y, *torch.autograd.grad(y, given, g.to(wide))))
-    for got, want in zip(*found, strict=True):
-        assert relative(got.double(), want) < bar
 
 
 def test_a_local_network_compiles() -> None:
