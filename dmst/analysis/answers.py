@@ -6,13 +6,13 @@ counted    confusion and calibration of these rows (dmst/calibration.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmst.analysis.probes import only_looking
+from dmst.analysis.running import Tick, only_looking
 from dmst.calibration import Measured, measured
 from dmst.errors import OptionError
 from dmst.models import VisionModel
@@ -34,9 +34,7 @@ class Answers(NamedTuple):
         return bool((self.labels >= 0).all())
 
 
-def answers(
-    model: VisionModel, batches: Iterable[tuple[Tensor, Tensor | None]], tick: Callable[[int], None] = lambda images: None
-) -> Answers:
+def answers(model: VisionModel, batches: Iterable[tuple[Tensor, Tensor | None]], tick: Tick = lambda images: None) -> Answers:
     """One pass; only numbers are kept."""
     rows: list[tuple[Tensor, ...]] = []
     gates: list[list[Tensor]] = [[] for _ in model.blocks]

@@ -26,7 +26,7 @@ others have none, and `missing` says why.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,17 +34,16 @@ import torch
 from torch import Tensor
 
 from dmst import objective
-from dmst.analysis.probes import AT_ONCE, only_looking
+from dmst.analysis.probes import AT_ONCE
 from dmst.analysis.rates import lack
-from dmst.analysis.running import Numbers, Running, batches_of, finite
+from dmst.analysis.running import Numbers, Running, Tick, finite, measure
 from dmst.errors import OptionError, choose, shown
 from dmst.models import VisionModel
 from dmst.models.block import LayerTrace
 from dmst.operators import Operator, Parts
 
 QUANTITIES = ("rate", "lin", "quad", "longest", "bound", "frozen", "anew", "normed", "reread")
-BASES = ("raw", "orthonormal")
-NO_RATE = "no rate to certify"
+BASES = {"raw": "raw U", "orthonormal": "U orthonormal by QR, without bias"}
 IN_A_ROW = 2  # evaluations at which a layer must climb before a run is ended for it
 
 
@@ -55,7 +54,6 @@ class LayerCertificate:
     layer: int
     total: dict[str, Numbers]
     heads: list[dict[str, Numbers]]
-    shortest: float  # the least `longest` of all images: steps below it descend on every one
 
     @property
     def descends(self) -> float:
@@ -72,18 +70,6 @@ class LayerCertificate:
         """Heads whose own term the step raises, on average."""
         return [i for i, head in enumerate(self.heads) if head["frozen"].mean > 0]
 
-    def sentence(self) -> str:
-        change, again = self.total["frozen"].mean, self.total["reread"]
-        how = "lowers" if change < 0 else "raises" if change > 0 else "does not change"
-        by = f" by {_nats(change)} on average" if change else ""
-        heads = f" {_heads(self.raising, len(self.heads))}" if change < 0 or self.raising else ""
-        then = "less" if again.mean < 0 else "more"
-        return (
-            f"Layer {self.layer} {how} the rate{by}. It falls on {self.descends:.0%} of the images (guaranteed on "
-            f"{self.guaranteed:.0%}).{heads} After the norm, with memberships and gates computed again, the tokens cost "
-            f"{_nats(again.mean)} {then} (less on {again.below:.0%} of the images)."
-        )
-
 
 @dataclass(frozen=True)
 class Certificate:
@@ -95,28 +81,18 @@ class Certificate:
     c: float
     basis: str
     layers: list[LayerCertificate | None]
-    missing: str = "its operator has no memberships"  # why there is none, where there is none
+    missing: str = ""  # why there is none, where there is none
 
     @property
     def convention(self) -> str:
-        bases = "raw U" if self.basis == "raw" else "U orthonormal by QR, without bias"
         return (
-            f"R_var at the tokens that each operator read, c = d/eps² = {self.c:g} (eps = {self.eps:g}), {bases}, "
+            f"R_var at the tokens that each operator read, c = d/eps² = {self.c:g} (eps = {self.eps:g}), {BASES[self.basis]}, "
             f"memberships and gates as computed; {self.images:,} images"
         )
-
-    def sentences(self) -> list[str]:
-        told = [f"Layer {i}: {NO_RATE}." if each is None else each.sentence() for i, each in enumerate(self.layers)]
-        return [f"{self.model}: {NO_RATE}, {self.missing}."] if not any(self.layers) else told
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; what is not finite is None."""
         return finite(asdict(self))
-
-    @staticmethod
-    def from_dict(told: Mapping[str, Any]) -> Certificate:
-        layers = [None if each is None else _layer_from(each) for each in told["layers"]]
-        return Certificate(**{**told, "layers": layers})
 
 
 def certify(
@@ -126,6 +102,7 @@ def certify(
     eps: float | None = None,
     basis: str = "raw",
     batch_size: int = 64,
+    tick: Tick = lambda images: None,
 ) -> Certificate:
     """The certificate of every layer over `images`: one tensor, or batches of any number, also a loader's pairs.
 
@@ -133,22 +110,18 @@ def certify(
     """
     choose("basis", basis, BASES)
     c = code_scale(model.config.dim, eps)
-    running = [Running() for _ in model.blocks]
-    least = [math.inf] * len(running)
-    count, missing = 0, {}
-    with only_looking(model):
-        for batch in batches_of(images, batch_size):
-            count += len(batch)
-            for i, found in enumerate(_read(model, batch, c, basis) if len(batch) else ()):
-                if isinstance(found, str):
-                    missing["missing"] = found
-                else:
-                    running[i].add(found)
-                    least[i] = min(least[i], found[QUANTITIES.index("longest"), -1].min().item())
-    if not count:
-        raise OptionError("certify was given no images.")
-    layers = [_layer(i, each, least[i]) if each.count else None for i, each in enumerate(running)]
-    return Certificate(model.config.name, count, math.sqrt(model.config.dim / c), c, basis, layers, **missing)
+    missing = ""
+
+    def look(block: Any, layer: LayerTrace, grid: Any) -> Tensor | None:
+        nonlocal missing
+        if why := lack(block.operator, layer.parts):
+            missing = f"{model.config.name}: no rate to certify, {why}."
+            return None
+        return _quantities(layer, block.operator, block.norm, grid, c, basis)
+
+    count, found = measure(model, images, look, batch_size=batch_size, tick=tick)
+    layers = [_layer(i, each) if each.count else None for i, each in enumerate(found)]
+    return Certificate(model.config.name, count, math.sqrt(model.config.dim / c), c, basis, layers, missing)
 
 
 def certificate_of(
@@ -233,17 +206,8 @@ def coordinates(tokens: Tensor, parts: Parts, operator: Operator, basis: str) ->
 # --- pieces ----------------------------------------------------------------------------------------------------------
 
 
-def _read(model: VisionModel, images: Tensor, c: float, basis: str) -> Iterator[Tensor | str]:
-    """For each layer every quantity (quantities, k + 1, b), all heads together last; or what it lacks for that."""
-    z, grid = model.embed(images)
-    for block in model.blocks:  # one layer in memory at a time
-        layer = block.trace(z, grid)  # type: ignore[operator]
-        z = layer.after_feedforward
-        missing = lack(block.operator, layer.parts)  # type: ignore[arg-type]
-        yield missing or _quantities(layer, block.operator, block.norm, grid, c, basis)  # type: ignore[arg-type]
-
-
 def _quantities(layer: LayerTrace, operator: Operator, norm: torch.nn.Module, grid: Any, c: float, basis: str) -> Tensor:
+    """(quantities, k + 1, b), all heads together last."""
     parts, delta = layer.parts, layer.after_operator.double() - layer.z.double()
     assert parts.membership is not None
     projected, bases = coordinates(layer.normed, parts, operator, basis)
@@ -263,30 +227,10 @@ def _quantities(layer: LayerTrace, operator: Operator, norm: torch.nn.Module, gr
     found = {name: torch.cat((x, x.sum(-1, keepdim=True)), -1) for name, x in found.items()}
     falls = (found["lin"] < 0) & (found["quad"] > 0)
     found["longest"] = torch.where(falls, -2 * found["lin"] / torch.where(falls, found["quad"], 1), 0)
-    return torch.stack([found[name].mT for name in QUANTITIES]).cpu()
+    return torch.stack([found[name].mT for name in QUANTITIES])
 
 
-def _layer(layer: int, running: Running, shortest: float) -> LayerCertificate:
+def _layer(layer: int, running: Running) -> LayerCertificate:
     heads = running.mean.shape[1] - 1
     rows = [{name: running.numbers(i, row) for i, name in enumerate(QUANTITIES)} for row in range(heads + 1)]
-    return LayerCertificate(layer, rows[-1], rows[:-1], shortest)
-
-
-def _layer_from(told: Mapping[str, Any]) -> LayerCertificate:
-    def read(row: Mapping[str, Any]) -> dict[str, Numbers]:
-        return {name: Numbers(**numbers) for name, numbers in row.items()}
-
-    return LayerCertificate(told["layer"], read(told["total"]), [read(row) for row in told["heads"]], told["shortest"])
-
-
-def _nats(change: float) -> str:
-    return f"{abs(change):#.2g} nats"  # two digits, also of a round number
-
-
-def _heads(raising: Sequence[int], heads: int) -> str:
-    if not raising:
-        return "No head raises it."
-    if len(raising) == heads:
-        return "Every head raises it."
-    *most, last = map(str, raising)
-    return f"Heads {', '.join(most)} and {last} raise it." if most else f"Head {last} raises it."
+    return LayerCertificate(layer, rows[-1], rows[:-1])

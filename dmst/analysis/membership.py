@@ -27,6 +27,7 @@ from dmst.errors import OptionError
 from dmst.models import LayerTrace, Trace, VisionModel
 
 Pixels = NDArray[np.uint8]  # (h, w, 3)
+Tile = tuple[Pixels, str]  # and the words under it
 
 # anchors of a perceptually even ramp that does not lean on red against green
 RAMP = np.array(
@@ -147,22 +148,16 @@ def sheet(trace: Trace, images: Tensor, layer: int = -1, *, gradients: Tensor | 
     image alone. Takes the first images of the trace, or all of them. Layers with rows of attention show what the patches
     receive; a head's largest is written under it. With `gradients`, of `gradient_map`, there is one more tile at the end.
     """
-    (what, values), gate = drawn(trace, layer), trace.layers[layer].parts.gate
-    if images.ndim != 4 or not 1 <= len(images) <= len(values):
+    if images.ndim != 4 or not 1 <= len(images) <= len(trace.logits):
         raise OptionError(
-            f"images has shape {tuple(images.shape)}: it must be (images, channels, h, w), at most {len(values)} images."
+            f"images has shape {tuple(images.shape)}: it must be (images, channels, h, w), at most {len(trace.logits)} images."
         )
-    rows: list[list[Pixels]] = []
-    words: list[list[str]] = []
+    rows = []
     for i, image in enumerate(images):
-        plain = fit(picture(image), size)
-        tiles, told = _heads(plain, what, values[i], None if gate is None else gate[i])
-        rows.append([plain, *tiles])
-        words.append(["image", *told])
+        rows.append(_row(trace, layer, i, fit(picture(image), size), "image"))
         if gradients is not None:
-            rows[-1].append(overlay(plain, gradients[i], *ends(gradients[i], "gradient")))
-            words[-1].append("gradient")
-    return lay_out(rows, words)
+            rows[-1].append((overlay(rows[-1][0][0], gradients[i], *ends(gradients[i], "gradient")), "gradient"))
+    return lay_out(rows)
 
 
 def layers_sheet(
@@ -173,29 +168,23 @@ def layers_sheet(
         raise OptionError(
             f"image has shape {tuple(image.shape)} and index {index}: one image (c, h, w) of the {len(trace.logits)} traced."
         )
-    plain = fit(picture(image), size)
-    rows: list[list[Pixels]] = []
-    words: list[list[str]] = []
-    for number in range(len(trace.layers)) if layers is None else layers:
-        (what, values), gate = drawn(trace, number), layer_of(trace, number).parts.gate
-        tiles, told = _heads(plain, what, values[index], None if gate is None else gate[index])
-        rows.append([plain, *tiles])
-        words.append([f"layer {number % len(trace.layers)}", *told])
-    return lay_out(rows, words)
+    plain, depth = fit(picture(image), size), len(trace.layers)
+    return lay_out([_row(trace, i, index, plain, f"layer {i % depth}") for i in (range(depth) if layers is None else layers)])
 
 
-def _heads(plain: Pixels, what: str, values: Tensor, gate: Tensor | None) -> tuple[list[Pixels], list[str]]:
-    """The tiles of the heads of one layer for one image, values (k, rows, columns), and the words under them."""
-    low, high = ends(values, what)
-    tiles, words = [], []
-    for k, each in enumerate(values):
-        g = None if gate is None else gate[k].item()
-        tiles.append(_faint(plain) if g == 0 else overlay(plain, each, low, high))
-        if what == "membership":
-            words.append(f"head {k}" if g is None else f"head {k}: silent" if g == 0 else f"head {k}: gate {g:.2f}")
-        else:
-            words.append(f"head {k}: looked at, to {each.max():.2g}")
-    return tiles, words
+def _row(trace: Trace, layer: int, index: int, plain: Pixels, name: str) -> list[Tile]:
+    """The image, and the tiles of the heads of one layer for it, with the words under them."""
+    what, values = drawn(trace, layer)
+    gate = trace.layers[layer].parts.gate
+    low, high = ends(values[index], what)
+    row = [(plain, name)]
+    for k, each in enumerate(values[index]):
+        g = None if gate is None else gate[index, k].item()
+        words = "" if g is None else ": silent" if g == 0 else f": gate {g:.2f}"
+        if what != "membership":
+            words = f": looked at, to {each.max():.2g}"
+        row.append((_faint(plain) if g == 0 else overlay(plain, each, low, high), f"head {k}{words}"))
+    return row
 
 
 def fit(pixels: Pixels, size: int) -> Pixels:
@@ -207,18 +196,16 @@ def fit(pixels: Pixels, size: int) -> Pixels:
     return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BOX))
 
 
-def lay_out(rows: Sequence[Sequence[Pixels]], words: Sequence[Sequence[str]] = (), gap: int = 6) -> Pixels:
-    """Tiles of one size in rows on white, with a line of words under each where there are some."""
-    tall, wide = rows[0][0].shape[:2]
-    line = 16 if words else 0
+def lay_out(rows: Sequence[Sequence[Tile]], gap: int = 6, line: int = 16) -> Pixels:
+    """Tiles of one size in rows on white, with a line of words under each."""
+    tall, wide = rows[0][0][0].shape[:2]
     down, across = tall + line + gap, wide + gap
     page = Image.new("RGB", (across * max(len(row) for row in rows) - gap, down * len(rows) - gap), (255, 255, 255))
     pen = ImageDraw.Draw(page)
     for i, row in enumerate(rows):
-        for j, tile in enumerate(row):
+        for j, (tile, words) in enumerate(row):
             page.paste(Image.fromarray(tile), (j * across, i * down))
-            if words:
-                pen.text((j * across, i * down + tall + 2), words[i][j], fill=(60, 64, 70))
+            pen.text((j * across, i * down + tall + 2), words, fill=(60, 64, 70))
     return np.asarray(page)
 
 

@@ -14,14 +14,13 @@
 Three places: at="input", the tokens that the operator reads (normed), with the memberships it computed of them; "output", the
 tokens after its residual step, and "block", those after the feed-forward too, both normed by the same layer, in its subspaces,
 with memberships computed anew. What an operator does not show leaves NaN, and `missing` says what and why: without memberships
-there is `coding` alone, without `subspaces()` no `complete`. One number per image, then mean and standard deviation over them;
-batches stream through, so the number of images is not limited by memory.
+there is `coding` alone, without `subspaces()` no `complete`. One number per image, then mean and standard deviation over them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,9 +28,10 @@ import torch
 from torch import Tensor
 
 from dmst import objective
-from dmst.analysis.running import Running, batches_of, only_looking
-from dmst.errors import OptionError, choose
+from dmst.analysis.running import Tick, finite, measure
+from dmst.errors import choose
 from dmst.models import VisionModel
+from dmst.models.block import LayerTrace
 from dmst.operators import Operator, Parts
 
 QUANTITIES = ("variational", "raw", "all_heads", "projected", "gap", "complete", "coding", "active", "mass")
@@ -59,21 +59,14 @@ class LayerRates:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON: what is not there is None."""
-        return (
-            asdict(self)
-            | {"convention": self.convention}
-            | {
-                name: {key: [x if math.isfinite(x) else None for x in row] for key, row in getattr(self, name).items()}
-                for name in ("mean", "std")
-            }
-        )
+        return finite(asdict(self)) | {"convention": self.convention}
 
 
 def layer_rates(
     model: VisionModel, images: Tensor | Iterable[Any], *, at: str = "input", eps: float = 0.1, batch_size: int = 64
 ) -> LayerRates:
     """The rates of every layer of `model` over `images`: one tensor, or batches of any number, also a loader's pairs."""
-    return rates_at(model, images, (choose("at", at, PLACES),), eps=eps, batch_size=batch_size)[at]
+    return rates_at(model, images, (at,), eps=eps, batch_size=batch_size)[at]
 
 
 def rates_at(
@@ -83,31 +76,38 @@ def rates_at(
     *,
     eps: float = 0.1,
     batch_size: int = 64,
-    tick: Callable[[int], None] = lambda images: None,
+    tick: Tick = lambda images: None,
 ) -> dict[str, LayerRates]:
     """The same at several places, in one pass; `tick` is told of every batch."""
     for at in places:
         choose("at", at, PLACES)
-    running = Running()
-    missing = ""
-    with only_looking(model):
-        for some in batches_of(images, batch_size):
-            values, told = _values(model, some, places, eps)
-            running.add(values)
-            missing = missing or told
-            tick(len(some))
-    if not running.count:
-        raise OptionError("layer_rates was given no images.")
-    mean, std = running.mean, running.std
+    missing = dict[str, None]()
+
+    def look(block: Any, layer: LayerTrace, grid: tuple[int, int]) -> Tensor:
+        missing[lack(block.operator, layer.parts)] = None
+        rows = []
+        for at in places:
+            tokens, parts = layer.normed, layer.parts
+            if at != "input":
+                tokens = block.norm(layer.after_operator if at == "output" else layer.after_feedforward)
+                parts = block.operator.decompose(tokens, grid=grid)
+            found = rates_of(tokens, parts, block.operator, eps=eps)
+            rows.append(torch.stack([found[name].double() for name in QUANTITIES]))
+        return torch.stack(rows)
+
+    count, layers = measure(model, images, look, batch_size=batch_size, tick=tick)
+    why = next(filter(None, missing), "")
+    known = "there is no `complete`" if "subspaces()" in why else "`coding` is the only rate"
+    words = f"{model.config.name}: {why}, so {known}." if why else ""
     return {
         at: LayerRates(
             model=model.config.name,
             at=at,
             eps=eps,
-            images=running.count,
-            mean={name: mean[place, :, i].tolist() for i, name in enumerate(QUANTITIES)},
-            std={name: std[place, :, i].tolist() for i, name in enumerate(QUANTITIES)},
-            missing=missing,
+            images=count,
+            mean={name: [layer.mean[place, i].item() for layer in layers] for i, name in enumerate(QUANTITIES)},
+            std={name: [layer.std[place, i].item() for layer in layers] for i, name in enumerate(QUANTITIES)},
+            missing=words,
         )
         for place, at in enumerate(places)
     }
@@ -149,24 +149,3 @@ def lack(operator: Operator, parts: Parts) -> str:
     if operator.subspaces() is None:
         return f"{name} has no subspaces(), the method that gives the bases U_k (k, d, p) that its tokens are projected on"
     return ""
-
-
-def _values(model: VisionModel, images: Tensor, places: Sequence[str], eps: float) -> tuple[Tensor, str]:
-    """(places, layers, quantities, b), one layer in memory at a time; and what is missing."""
-    missing = ""
-    z, grid = model.embed(images)
-    rows: list[list[Tensor]] = [[] for _ in places]
-    for block in model.blocks:
-        layer = block.trace(z, grid)  # type: ignore[operator]
-        z = layer.after_feedforward
-        if not missing and (why := lack(block.operator, layer.parts)):  # type: ignore[arg-type]
-            known = "there is no `complete`" if "subspaces()" in why else "`coding` is the only rate"
-            missing = f"{model.config.name}: {why}, so {known}."
-        for row, at in zip(rows, places, strict=True):
-            tokens, parts = layer.normed, layer.parts
-            if at != "input":
-                tokens = block.norm(layer.after_operator if at == "output" else z)  # type: ignore[operator]
-                parts = block.operator.decompose(tokens, grid=grid)  # type: ignore[union-attr, operator]
-            found = rates_of(tokens, parts, block.operator, eps=eps)  # type: ignore[arg-type]
-            row.append(torch.stack([found[name].cpu().double() for name in QUANTITIES]))
-    return torch.stack([torch.stack(row) for row in rows]), missing

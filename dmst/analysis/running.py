@@ -1,9 +1,13 @@
-"""Numbers of many images, in bounded memory: batches come, count, mean and spread stay."""
+"""Numbers of every layer over many images, in bounded memory: one batch and one layer at a time.
+
+count, layers = measure(model, images, look)     look(block, trace, grid) -> (..., b), or None where there is nothing
+layers[3].mean, .std, .below, .above             (...): over all images; shares of the images below and above 0
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from dmst.errors import OptionError
+from dmst.models import VisionModel
+from dmst.models.block import LayerTrace
+
+Look = Callable[[Any, LayerTrace, tuple[int, int]], Tensor | None]
+Tick = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -21,50 +30,76 @@ class Numbers:
     mean: float
     std: float
     below: float  # share of the images on which it is below 0
+    above: float  # and above 0
 
 
 class Running:
-    """Mean, spread and share below 0 of numbers (..., b) that come in batches."""
+    """Mean, spread and signs of numbers (..., b) that come in batches."""
 
     def __init__(self) -> None:
-        self.count, self.mean, self.spread = 0, torch.zeros(()), torch.zeros(())
-        self.negative = torch.zeros(())
+        self.count, self.mean, self._spread = 0, torch.zeros(()), torch.zeros(())
+        self._signs = torch.zeros(())
 
     def add(self, values: Tensor) -> None:
-        """Chan's update of count, mean and sum of squared deviations by one batch."""
-        if not (new := values.shape[-1]):
+        """By Chan's update of count, mean and sum of squared deviations."""
+        new = values.shape[-1]
+        if not new:
             return
-        total, mean = self.count + new, values.mean(-1)
-        step = mean - self.mean
-        self.spread = self.spread + (values - mean.unsqueeze(-1)).square().sum(-1) + step.square() * (self.count * new / total)
+        mean = values.mean(-1)
+        total, step = self.count + new, mean - self.mean
+        spread = (values - mean.unsqueeze(-1)).square().sum(-1)
+        self._spread = self._spread + spread + step.square() * (self.count * new / total)
         self.mean = self.mean + step * (new / total)
-        self.negative = self.negative + (values < 0).sum(-1)
+        self._signs = self._signs + torch.stack(((values < 0).sum(-1), (values > 0).sum(-1)))
         self.count = total
 
     @property
     def std(self) -> Tensor:
         """NaN for a single image, which has none."""
-        return (self.spread / (self.count - 1 or math.nan)).sqrt()
+        return (self._spread / (self.count - 1 or math.nan)).sqrt()
 
     def numbers(self, *place: int) -> Numbers:
-        return Numbers(self.mean[place].item(), self.std[place].item(), self.negative[place].item() / self.count)
+        below, above = (self._signs[(sign, *place)].item() / self.count for sign in (0, 1))
+        return Numbers(self.mean[place].item(), self.std[place].item(), below, above)
 
 
-def batches_of(images: Tensor | Iterable[Any], batch_size: int) -> Iterator[Tensor]:
-    """Tensors of images, whatever holds them."""
+def measure(
+    model: VisionModel,
+    images: Tensor | Iterable[Any],
+    look: Look,
+    *,
+    batch_size: int = 64,
+    tick: Tick = lambda images: None,
+) -> tuple[int, list[Running]]:
+    """The number of images, and by layer what `look` sees; images are one tensor, or batches, also a loader's pairs."""
+    found = [Running() for _ in model.blocks]
+    count = 0
+    with only_looking(model):
+        for batch in batches_of(images, batch_size):
+            z, grid = model.embed(batch)
+            for block, running in zip(model.blocks, found, strict=True):
+                trace = block.trace(z, grid)  # type: ignore[operator]
+                values = look(block, trace, grid)
+                if values is not None:
+                    running.add(values.double().cpu())
+                z = trace.after_feedforward
+            count += len(batch)
+            tick(len(batch))
+    return count, found
+
+
+def batches_of(images: Tensor | Iterable[Any], batch_size: int = 64) -> Iterator[Tensor]:
+    """Tensors of images, whatever holds them; an error where there are none."""
     if batch_size < 1:
         raise OptionError(f"batch_size is {batch_size}: it must be at least 1.")
+    count = 0
     for batch in images.split(batch_size) if isinstance(images, Tensor) else images:
-        yield batch[0] if isinstance(batch, tuple | list) else batch
-
-
-def finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not know."""
-    if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        some = batch[0] if isinstance(batch, tuple | list) else batch
+        if len(some):
+            count += len(some)
+            yield some
+    if not count:
+        raise OptionError("no images were given.")
 
 
 @contextmanager
@@ -78,3 +113,12 @@ def only_looking(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def finite(told: Any) -> Any:
+    """The same with None for numbers that JSON does not know."""
+    if isinstance(told, dict):
+        return {key: finite(value) for key, value in told.items()}
+    if isinstance(told, list | tuple):
+        return [finite(value) for value in told]
+    return None if isinstance(told, float) and not math.isfinite(told) else told

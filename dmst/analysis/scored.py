@@ -28,18 +28,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst.analysis.intervals import Interval, bootstrap
 from dmst.analysis.membership import attention_received, gradient_map, layer_of
-from dmst.analysis.probes import only_looking
+from dmst.analysis.running import Tick, batches_of, only_looking
 from dmst.errors import OptionError, choose
-from dmst.models import Trace, VisionModel
+from dmst.models import VisionModel
 
 TESTS = ("insertion", "deletion", "road")
 NOISE = 0.01  # of the pixels as the network takes them, road
-AT_ONCE = 1 << 16  # numbers a solve on the CPU: more do not stay in its cache
 COARSEST = 8  # pixels: the size at which road's linear system is solved from nothing
 LEAST = 0.001  # of an area: a smaller difference is none, however sure
 STEPS = 10
@@ -47,25 +46,19 @@ Answer = Callable[[Tensor], Tensor]  # images (b, c, h, w) -> logits (b, classes
 
 
 def orders_of(model: VisionModel, images: Tensor, layer: int = -1) -> dict[str, Tensor]:
-    """How important each patch is, (b, n), by everything that this network computes of it; without random."""
+    """How important each patch is, (b, n), by everything that this network computes of it in one layer; without random."""
     with torch.no_grad():
-        found = patch_orders(model.trace(images), layer)
-    return found | {"gradient": gradient_map(model, images).flatten(1)}
-
-
-def patch_orders(trace: Trace, layer: int = -1) -> dict[str, Tensor]:
-    """membership, gated and attention of one layer of a trace, as far as the layer has them."""
-    parts = layer_of(trace, layer).parts
-    prefix, found = trace.prefix, dict[str, Tensor]()
+        trace = model.trace(images)
+    parts, found = layer_of(trace, layer).parts, dict[str, Tensor]()
     if parts.membership is not None:
-        membership = parts.membership[..., prefix:]  # (b, k, n)
+        membership = parts.membership[..., trace.prefix :]  # (b, k, n)
         used = membership.sum(-1) if parts.gate is None else parts.gate
         found["membership"] = membership[torch.arange(len(membership)), used.argmax(-1)]
         if parts.gate is not None:
             found["gated"] = (parts.gate.unsqueeze(-1) * membership).sum(1)
     if (received := attention_received(trace, layer)) is not None:
         found["attention"] = received.mean(1)
-    return found
+    return found | {"gradient": gradient_map(model, images).flatten(1)}
 
 
 def areas(
@@ -113,9 +106,7 @@ def interpolated(images: Tensor, hidden: Tensor) -> Tensor:
     """
     mean = images.mean((-2, -1), keepdim=True)
     known = torch.where(hidden, 0, images - mean)  # around the mean: where nothing is known, 0 is the answer
-    some = max(1, AT_ONCE // known[0].numel()) if known.device.type == "cpu" else len(known)
-    pairs = zip(known.split(some), hidden.split(some), strict=True)
-    return torch.where(hidden, torch.cat([_solved(*pair) for pair in pairs]) + mean, images)
+    return torch.where(hidden, _solved(known, hidden) + mean, images)
 
 
 def _solved(known: Tensor, hidden: Tensor, most: int = 200) -> Tensor:
@@ -157,11 +148,21 @@ def _noise(images: Tensor, first: int) -> Tensor:
     return NOISE * torch.stack(draws).to(images)
 
 
-def _sure(difference: Interval) -> int:
-    """1 above 0, -1 below, 0 where the interval holds it or the difference is too small to matter."""
-    if max(abs(difference.low), abs(difference.high)) < LEAST:
-        return 0
-    return (difference.low > 0) - (difference.high < 0)
+@dataclass(frozen=True)
+class Interval:
+    """A mean over images, and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def bootstrap(values: NDArray[np.float64], draws: int = 2000) -> Interval:
+    """The 2.5 % and 97.5 % quantiles of the means of images drawn again with replacement, always the same draws."""
+    chance = np.random.default_rng(0)
+    means = [values[chance.integers(0, len(values), len(values))].mean() for _ in range(draws)]
+    low, high = np.quantile(means, (0.025, 0.975))
+    return Interval(float(values.mean()), float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -173,12 +174,6 @@ class Score:
     area: Interval
     better: Interval | None  # than random, paired by image; None of random itself
     ahead: Interval | None = None  # of centre, likewise; None of centre and random
-
-    @property
-    def word(self) -> str:
-        if self.better is None:
-            return "what chance gives"
-        return {1: "better than random", -1: "worse than random", 0: "as good as random"}[_sure(self.better)]
 
 
 @dataclass(frozen=True)
@@ -195,35 +190,21 @@ class Scores:
 
     @property
     def verdict(self) -> str:
-        said, ahead = [], []
-        for order in dict.fromkeys(score.order for score in self.scores if score.ahead is not None):
-            mine = [score for score in self.scores if score.order == order]
-            words: dict[str, list[str]] = {}
-            for score in mine:
-                words.setdefault(score.word, []).append(score.test)
-            if len(words) == 1:
-                said.append(f"{order} is {mine[0].word}" + (" in every test" if len(mine) > 1 else ""))
-            else:
-                said.append(f"{order} is " + ", ".join(f"{word} in {' and '.join(tests)}" for word, tests in words.items()))
-            ahead += [order] if all(score.ahead is not None and _sure(score.ahead) > 0 for score in mine) else []
+        orders = dict.fromkeys(score.order for score in self.scores if score.ahead is not None)
+
+        def winners(name: str) -> str:
+            """Orders that are surely better than chance, or than the centre, in every test."""
+            gains = {order: [getattr(score, name) for score in self.scores if score.order == order] for order in orders}
+            won = [order for order, each in gains.items() if all(gain.low > 0 and gain.high >= LEAST for gain in each)]
+            return " and ".join(won) or "none of them"
+
         return (
-            f"Layer {self.layer}, {self.images:,} images: {'; '.join(said)}. "
-            f"Better than starting at the centre of the image, in every test: {' and '.join(ahead) or 'none of them'}."
+            f"Layer {self.layer}, {self.images:,} images. Better than a random order, in every test: {winners('better')}. "
+            f"Better than starting at the centre of the image, in every test: {winners('ahead')}."
         )
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [
-            {
-                "test": s.test,
-                "order": s.order,
-                "area": s.area._asdict(),
-                "better": s.better and s.better._asdict(),
-                "ahead": s.ahead and s.ahead._asdict(),
-                "is": s.word,
-            }
-            for s in self.scores
-        ]
-        return asdict(self) | {"scores": rows, "noise": NOISE, "verdict": self.verdict}
+        return asdict(self) | {"noise": NOISE, "verdict": self.verdict}
 
 
 def scored(
@@ -235,7 +216,7 @@ def scored(
     steps: int = STEPS,
     draws: int = 3,
     batch_size: int = 64,
-    tick: Callable[[int], None] = lambda images: None,
+    tick: Tick = lambda images: None,
 ) -> Scores:
     """Every order in every test, over one tensor of images or batches of any number, also a loader's pairs.
 
@@ -246,26 +227,19 @@ def scored(
     if draws < 1:
         raise OptionError(f"draws is {draws}: it must be at least 1.")
     found: dict[tuple[str, str], list[Tensor]] = {}
-    count = patches = 0
-    for batch in images.split(batch_size) if isinstance(images, Tensor) else images:
-        some = batch[0] if isinstance(batch, tuple | list) else batch
+    count, patches, size = 0, 0, model.config.patch_size
+    for some in batches_of(images, batch_size):
         with only_looking(model):
-            orders = orders_of(model, some, layer)
-            patches = orders["gradient"].shape[1]
-            orders["centre"] = _centre(some, model.config.patch_size)
+            orders = {name: [each] for name, each in orders_of(model, some, layer).items()}
+            patches = orders["gradient"][0].shape[1]
+            orders["centre"] = [_centre(some, size)]
+            orders["random"] = _random(len(some), patches, draws, count, some.device)
             for test in tests:
-                for order, importance in orders.items():
-                    area = areas(model, some, importance, model.config.patch_size, test, steps=steps, first=count)
-                    found.setdefault((test, order), []).append(area)
-                by_chance = [
-                    areas(model, some, importance, model.config.patch_size, test, steps=steps, first=count)
-                    for importance in _random(len(some), patches, draws, count, some.device)
-                ]
-                found.setdefault((test, "random"), []).append(torch.stack(by_chance).mean(0))
+                for order, ranks in orders.items():
+                    drawn = [areas(model, some, rank, size, test, steps=steps, first=count) for rank in ranks]
+                    found.setdefault((test, order), []).append(torch.stack(drawn).mean(0))
         count += len(some)
         tick(len(some))
-    if not count:
-        raise OptionError("scored was given no images.")
     values = {key: torch.cat(each).numpy() for key, each in found.items()}
     scores = []
     for (test, order), each in values.items():
@@ -283,7 +257,7 @@ def _centre(images: Tensor, patch_size: int) -> Tensor:
     return near.expand(len(images), -1).to(images.device)
 
 
-def _random(images: int, patches: int, draws: int, first: int, device: torch.device) -> Tensor:
-    """(draws, images, patches): of each image always the same orders, whatever its batch."""
+def _random(images: int, patches: int, draws: int, first: int, device: torch.device) -> list[Tensor]:
+    """`draws` times (images, patches): of each image always the same orders, whatever its batch."""
     each = [torch.rand(draws, patches, generator=torch.Generator().manual_seed(first + i)) for i in range(images)]
-    return torch.stack(each, 1).to(device)
+    return list(torch.stack(each, 1).to(device))

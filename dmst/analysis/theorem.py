@@ -25,7 +25,7 @@ The gate identities, in relative L2 errors over all tokens of all images, with t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,9 +34,8 @@ from torch import Tensor
 
 from dmst import objective
 from dmst.analysis.certificates import BASES, code_scale, coordinates
-from dmst.analysis.probes import only_looking
-from dmst.analysis.running import Numbers, Running, batches_of, finite
-from dmst.errors import OptionError, choose, number
+from dmst.analysis.running import Numbers, Running, Tick, finite, measure
+from dmst.errors import choose, number
 from dmst.kernels import Form, reference
 from dmst.models import VisionModel
 from dmst.models.block import LayerTrace
@@ -53,27 +52,17 @@ class LayerTheorem:
 
     layer: int
     quantities: dict[str, Numbers]
-    above: dict[str, float]  # quantity -> share of the images on which it is above 0
     identities: dict[str, float] | None
 
     @property
     def holds(self) -> float:
         """The share of images on which the claim holds as printed."""
-        return self.above["gain"]
-
-    def sentence(self) -> str:
-        mean = {name: numbers.mean for name, numbers in self.quantities.items()}
-        verdict = "true" if mean["gain"] > 0 else "false"
-        return (
-            f"Layer {self.layer}: the claim is {verdict} on average ({mean['gain']:+.2g} nats). It holds on {self.holds:.0%} "
-            f"of the images. Parts of the gain: membership {mean['membership']:+.2g}, mass {mean['mass']:+.2g}, gate "
-            f"{mean['gate']:+.2g}. The membership part is above 0 on {self.above['membership']:.0%} of the images."
-        )
+        return self.quantities["gain"].above
 
 
 @dataclass(frozen=True)
 class Theorem:
-    """Every layer of a network; None where it has no memberships."""
+    """Every layer of a network; None where it has no memberships like those of DMSA."""
 
     model: str
     images: int
@@ -86,29 +75,14 @@ class Theorem:
 
     @property
     def convention(self) -> str:
-        bases = "raw U" if self.basis == "raw" else "U orthonormal by QR, without bias"
         return (
-            f"R_var at the tokens that each operator read, c = d/eps² = {self.c:g} (eps = {self.eps:g}), {bases}; coupled "
-            f"membership by the {self.energy}, temperature {self.temperature:g}; {self.images:,} images"
+            f"R_var at the tokens that each operator read, c = d/eps² = {self.c:g} (eps = {self.eps:g}), {BASES[self.basis]}; "
+            f"coupled membership by the {self.energy}, temperature {self.temperature:g}; {self.images:,} images"
         )
-
-    def sentences(self) -> list[str]:
-        if not any(self.layers):
-            return [f"{self.model}: the theorem does not apply, because the operator has no memberships like those of DMSA."]
-        told = enumerate(self.layers)
-        return [f"Layer {i}: no memberships." if each is None else each.sentence() for i, each in told]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; what is not finite is None."""
         return finite(asdict(self))
-
-    @staticmethod
-    def from_dict(told: Mapping[str, Any]) -> Theorem:
-        def read(layer: Mapping[str, Any]) -> LayerTheorem:
-            quantities = {name: Numbers(**numbers) for name, numbers in layer["quantities"].items()}
-            return LayerTheorem(**{**layer, "quantities": quantities})
-
-        return Theorem(**{**told, "layers": [each and read(each) for each in told["layers"]]})
 
 
 def theorem(
@@ -120,6 +94,7 @@ def theorem(
     temperature: float = 1.0,
     energy: str = "formula",
     batch_size: int = 64,
+    tick: Tick = lambda images: None,
 ) -> Theorem:
     """Theorem 1 and the gate identities on every layer over `images`: one tensor, or batches, also a loader's pairs.
 
@@ -129,24 +104,28 @@ def theorem(
     choose("energy", energy, ENERGIES)
     number("temperature", temperature, 0, math.inf)
     c = code_scale(model.config.dim, eps)
-    running, errors = [Running() for _ in model.blocks], [_Errors() for _ in model.blocks]
-    positive: list[Tensor | int] = [0] * len(running)
-    count = 0
-    with only_looking(model):
-        for batch in batches_of(images, batch_size):
-            count += len(batch)
-            for i, layer, operator, grid in _layers(model, batch) if len(batch) else ():
-                found = split_of(layer, operator, c=c, basis=basis, temperature=temperature, energy=energy)
-                values = torch.stack([found[name] for name in QUANTITIES]).cpu()
-                running[i].add(values)
-                positive[i] = positive[i] + (values > 0).sum(-1)
-                for name, (one, other) in identities_of(layer, operator, grid).items():
-                    errors[i].add(name, one, other)
-    if not count:
-        raise OptionError("theorem was given no images.")
-    layers = [_told(i, *each) if each[0].count else None for i, each in enumerate(zip(running, positive, errors, strict=True))]
+
+    def look(block: Any, layer: LayerTrace, grid: Any) -> Tensor | None:
+        """The quantities, then of each identity the squared error and the squared size."""
+        operator = block.operator
+        if layer.parts.membership is None or not isinstance(operator, TokenStatistics):
+            return None
+        split = split_of(layer, operator, c=c, basis=basis, temperature=temperature, energy=energy)
+        sides = identities_of(layer, operator, grid).values()
+        errors = [x.square().flatten(1).sum(-1) for one, other in sides for x in (one - other, other)]
+        return torch.stack([*(split[name] for name in QUANTITIES), *errors])
+
+    count, found = measure(model, images, look, batch_size=batch_size, tick=tick)
+    layers = [_layer(i, each) if each.count else None for i, each in enumerate(found)]
     eps = math.sqrt(model.config.dim / c)
     return Theorem(model.config.name, count, eps, c, basis, float(temperature), energy, layers)
+
+
+def _layer(layer: int, running: Running) -> LayerTheorem:
+    quantities = {name: running.numbers(i) for i, name in enumerate(QUANTITIES)}
+    sums = running.mean[len(QUANTITIES) :].unflatten(0, (-1, 2)).tolist() if len(running.mean) > len(QUANTITIES) else []
+    errors = {name: math.sqrt(wrong / (size or 1)) for name, (wrong, size) in zip(IDENTITIES, sums, strict=False)}
+    return LayerTheorem(layer, quantities, errors or None)
 
 
 def split_of(
@@ -221,46 +200,12 @@ def identities_of(layer: LayerTrace, operator: TokenStatistics, grid: Any) -> di
     hard = (gate != 0).double()
     once, twice = (reference.token_statistics(s, pi, hard, form=form) for form in (listing, equation))
     outside = hard[..., None, None] * reference.token_statistics(s, pi, form=listing)
-    found["E4"] = (torch.stack((once, outside)), torch.stack((twice, twice)))
+    found["E4"] = (torch.cat((once, outside), 1), torch.cat((twice, twice), 1))
 
     together, apart = out(-attenuation.unsqueeze(-2) * weighed), out(pi.unsqueeze(-1) * head)
     best = (together * apart).sum((1, 2), keepdim=True) / together.square().sum((1, 2), keepdim=True).clamp(min=1e-300)
     found["E7"] = (best * together, apart)
     return found
-
-
-# --- pieces ----------------------------------------------------------------------------------------------------------
-
-
-class _Errors:
-    """Relative L2 errors over everything that was added."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, tuple[float, float]] = {}
-
-    def add(self, name: str, one: Tensor, other: Tensor) -> None:
-        wrong, whole = self.sums.get(name, (0.0, 0.0))
-        self.sums[name] = wrong + (one - other).square().sum().item(), whole + other.square().sum().item()
-
-    def told(self) -> dict[str, float] | None:
-        return {name: math.sqrt(wrong / (whole or 1)) for name, (wrong, whole) in self.sums.items()} or None
-
-
-def _layers(model: VisionModel, images: Tensor) -> Iterator[tuple[int, LayerTrace, TokenStatistics, Any]]:
-    """The layers that have memberships, one in memory at a time."""
-    z, grid = model.embed(images)
-    for i, block in enumerate(model.blocks):
-        layer = block.trace(z, grid)  # type: ignore[operator]
-        if layer.parts.membership is not None and isinstance(block.operator, TokenStatistics):
-            yield i, layer, block.operator, grid
-        z = layer.after_feedforward
-
-
-def _told(layer: int, running: Running, positive: Tensor | int, errors: _Errors) -> LayerTheorem:
-    assert isinstance(positive, Tensor)
-    quantities = {name: running.numbers(i) for i, name in enumerate(QUANTITIES)}
-    above = {name: positive[i].item() / running.count for i, name in enumerate(QUANTITIES)}
-    return LayerTheorem(layer, quantities, above, errors.told())
 
 
 def _double(weights: Any) -> Any:

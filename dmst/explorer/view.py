@@ -94,7 +94,7 @@ def rates(model: VisionModel, trace: Trace, certificate: Certificate) -> dict[st
         "convention": told.convention,
         "certified": certificate.convention,
         "rates": {name: plain(torch.tensor(row, dtype=torch.float64)) for name, row in mean.items()},
-        "certificates": [_sentence(each) for each in certificate.layers if each is not None] or certificate.sentences(),
+        "certificates": [_sentence(each) for each in certificate.layers if each is not None] or [certificate.missing],
         "change": [None if each is None else _number(each.total["frozen"].mean) for each in certificate.layers],
     }
 

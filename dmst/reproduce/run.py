@@ -167,20 +167,5 @@ def metrics(result: Result) -> dict[str, Any]:
     """The score of the last weights, the training loss of the last epoch, and what the layers do with the first test images."""
     assert result.score is not None and result.sample is not None
     last = [event for event in result.journal if event["event"] == "evaluation"][-1]
-    layers = probes.layers(result.model, result.sample[0]) | zeros(result.model, result.sample[0])
+    layers = probes.layers(result.model, result.sample[0])
     return result.score.told() | {"train_loss": last["train_loss"], "layers": layers}
-
-
-@torch.no_grad()
-def zeros(model: Any, images: torch.Tensor) -> dict[str, list[float]]:
-    """By layer: the share of memberships that are exactly 0, of tokens that belong nowhere, and of gates that are 0."""
-    out: dict[str, list[float]] = {"zero_memberships": [], "idle_tokens": [], "zero_gates": []}
-    with probes.only_looking(model):
-        parts = [layer.parts for layer in model.trace(images).layers]
-    for part in parts:
-        if part.membership is not None:
-            out["zero_memberships"].append(round((part.membership == 0).double().mean().item(), 4))
-            out["idle_tokens"].append(round((part.membership == 0).all(1).double().mean().item(), 4))
-        if part.gate is not None:
-            out["zero_gates"].append(round((part.gate == 0).double().mean().item(), 4))
-    return {name: values for name, values in out.items() if values}

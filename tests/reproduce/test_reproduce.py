@@ -59,7 +59,7 @@ def test_every_cell_is_a_network_and_no_two_of_a_table_are_the_same() -> None:
     networks = {}
     for name, table in TABLES.items():
         configs = [ledger.config_of(table.recipe_of(cell, 3)) for cell in table.cells]
-        assert len(set(configs)) == len(configs), name
+        assert len(set(configs)) == len(configs) and configs[0] == table.config_of(table.cells[0]), name  # whatever the seed
         assert {cell.against or table.against for cell in table.cells} <= {"", *(cell.name for cell in table.cells)}
         found = [table.recipe_of(cell, 0).model_config(num_classes=10) for cell in table.cells]
         networks |= {repr(config): config for config in found}
@@ -83,12 +83,6 @@ def test_scaled_gates_start_where_sparsemax_does() -> None:
                 with torch.no_grad():
                     gates = [layer.parts.gate.abs().mean() for model in models for layer in model.trace(images).layers]
                 assert sum(gates).item() / len(gates) == pytest.approx(printed * scale, rel=0.15), cell.name
-
-
-def test_a_config_is_a_recipe_without_its_seed() -> None:
-    cell = TINY.cells[0]
-    assert ledger.config_of(TINY.recipe_of(cell, 0)) == ledger.config_of(TINY.recipe_of(cell, 7))
-    assert ledger.config_of(TINY.recipe_of(cell, 0)) != ledger.config_of(TINY.recipe_of(TINY.cells[1], 0))
 
 
 def test_a_ledger_is_appended_to_and_a_cut_line_costs_itself_alone(tmp_path: Path) -> None:

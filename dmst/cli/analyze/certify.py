@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 from dmst.cli.analyze import shared
+from dmst.cli.progress import counted
 from dmst.terminal import say
+
+if TYPE_CHECKING:
+    from dmst.analysis.certificates import LayerCertificate
 
 COLUMNS = {
     "rate": "cost of the tokens that the layer reads, in nats (1 nat = 1.44 bits)",
@@ -21,16 +26,16 @@ COLUMNS = {
 
 
 def certify(
-    weights: str = shared.WEIGHTS,
-    data: str = shared.DATA,
-    data_dir: str = shared.DATA_DIR,
-    split: str = shared.SPLIT,
-    limit: int = shared.LIMIT,
-    eps: float = shared.EPS,
-    orthonormal: bool = shared.ORTHONORMAL,
-    batch_size: int = shared.BATCH,
-    as_json: bool = shared.JSON,
-    device: str = shared.DEVICE,
+    weights: shared.Weights = "dmst_cifar10",
+    data: shared.Data = None,
+    data_dir: shared.DataDir = None,
+    split: shared.Split = "",
+    limit: shared.Limit = 1000,
+    eps: shared.Eps = None,
+    orthonormal: shared.Orthonormal = False,
+    batch_size: shared.Batch = 64,
+    as_json: shared.Json = False,
+    device: shared.Device = None,
 ) -> None:
     """Check whether each layer lowers its rate: on how many images, and by which heads.
 
@@ -41,24 +46,32 @@ def certify(
     The rate is the number of nats needed to encode the tokens of an image. docs/certificates.md explains the table.
     """
     from dmst.analysis.certificates import certify as certificate
-    from dmst.engine.distributed import joined
-    from dmst.engine.prepare import read_weights
 
-    with joined(device) as group:
-        model = read_weights(weights).to(group.device)
-        looked_at = shared.look(model, weights, data, split, data_dir, limit, batch_size)
-        found = certificate(model, shared.shown(looked_at), eps=eps, basis="orthonormal" if orthonormal else "raw")
+    with (
+        shared.opened([weights], data, split, data_dir, limit, batch_size, device) as [(model, images)],
+        counted(images.name, images.count) as tick,
+    ):
+        found = certificate(model, images, eps=eps, basis="orthonormal" if orthonormal else "raw", tick=tick)
+    layers = [layer for layer in found.layers if layer is not None]
     if as_json:
-        say(json.dumps({"weights": weights, "data": looked_at.name, **found.to_dict()}))
+        say(json.dumps({"weights": weights, "data": images.name, **found.to_dict()}))
         return
-    table = shared.columns(weights, looked_at, ("layer", *COLUMNS))
-    for layer in found.layers:
-        if layer is None:
-            continue
+    rows = []
+    for layer in layers:
         mean = {name: numbers.mean for name, numbers in layer.total.items()}
-        table.add_row(
-            str(layer.layer), f"{mean['rate']:.2f}", f"{mean['frozen']:+.2f}", f"{layer.descends:.0%}", f"{mean['bound']:+.2f}",
+        rows.append((
+            layer.layer, f"{mean['rate']:.2f}", f"{mean['frozen']:+.2f}", f"{layer.descends:.0%}", f"{mean['bound']:+.2f}",
             f"{layer.guaranteed:.0%}", f"{mean['longest']:.2f}", f"{mean['anew']:+.2f}", f"{mean['normed']:+.2f}",
             f"{mean['reread']:+.2f}",
-        )  # fmt: skip
-    shared.tell(table if any(found.layers) else None, [f"{found.convention}.", *found.sentences()], COLUMNS)
+        ))  # fmt: skip
+    if rows:
+        shared.show(f"{weights} on {images.name}", ("layer", *COLUMNS), rows, COLUMNS)
+    say(f"{found.convention}.")
+    if layers:
+        say("Heads that raise the rate, on average:", *(f"layer {layer.layer}: {_heads(layer)}" for layer in layers))
+    if found.missing:
+        say(found.missing)
+
+
+def _heads(layer: LayerCertificate) -> str:
+    return "all" if len(layer.raising) == len(layer.heads) else ", ".join(map(str, layer.raising)) or "none"

@@ -4,35 +4,39 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import typer
 
+from dmst.cli.analyze import shared
 from dmst.terminal import say
 from dmst.words import fitting
 
-PHOTOS = typer.Argument(None, metavar="[PHOTO]...", help="Image files, or folders of them. Default: images of a dataset.")
 READ = {
     "membership": "Colours: membership 0 is dark blue, 1 is yellow. A faint tile is a silent head (gate 0).",
     "attention received": "No memberships here. Colours: attention that a patch receives, 0 is dark blue, the largest of the "
     "layer is yellow.",
 }
+Photos = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PHOTO]...", help="Image files, or folders of them. Default: images of a dataset."),
+]
 
 
 def maps(
-    photos: list[str] = PHOTOS,
-    weights: str = typer.Option("dmst_cifar10", help="A shipped network, a saved model, or a finished run."),
-    out: str = typer.Option(..., metavar="DIR", help="The folder for the pictures, one per image."),
-    data: str = typer.Option(None, help="A dataset (`dmst data list`) or a folder. Default: photos that ship with dmst."),
-    split: str = typer.Option("", help="test or train; if not given test, or all images where there are no test images."),
-    layer: str = typer.Option("all", metavar="N|all", help="One layer, from 0 (-1 is the last), or all."),
-    limit: int = typer.Option(8, min=1, help="Use at most this many images of a dataset, always the same ones."),
-    unverified: bool = typer.Option(False, help="Accept weights without hashes, such as those of timm."),
-    data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="The folder of the datasets."),
-    as_json: bool = typer.Option(
-        False, "--json", help="Print one JSON object per picture: image, picture, gates, range of memberships."
-    ),
-    device: str = typer.Option("cpu", help="cpu, cuda or cuda:N."),
+    out: Annotated[str, typer.Option(metavar="DIR", help="The folder for the pictures, one per image.")],
+    photos: Photos = None,
+    weights: Annotated[str, typer.Option(help=shared.NETWORK)] = "dmst_cifar10",
+    data: shared.Data = None,
+    split: shared.Split = "",
+    layer: Annotated[str, typer.Option(metavar="N|all", help="One layer, from 0 (-1 is the last), or all.")] = "all",
+    limit: shared.Limit = 8,
+    unverified: shared.Unverified = False,
+    data_dir: shared.DataDir = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per picture: image, picture, gates, range of memberships.")
+    ] = False,
+    device: shared.Device = "cpu",
 ) -> None:
     """Draw the memberships of every head over the image, one picture per image.
 
@@ -44,57 +48,39 @@ def maps(
     (gate 0) is faint. Networks with softmax attention have no memberships: their maps show the attention that a patch receives.
     """
     from dmst.analysis.membership import drawn, layer_of, layers_sheet, png
-    from dmst.analysis.probes import only_looking
+    from dmst.analysis.running import only_looking
     from dmst.atomic import write_bytes
     from dmst.engine.classify import photos_in
-    from dmst.engine.distributed import joined
-    from dmst.engine.prepare import read_weights
-    from dmst.engine.samples import sample
     from dmst.errors import OptionError
 
-    try:
-        chosen = None if layer == "all" else int(layer)
-    except ValueError:
-        raise OptionError(f"--layer is {layer!r}: it must be a whole number, or all.") from None
+    if layer != "all" and not layer.removeprefix("-").isdecimal():
+        raise OptionError(f"--layer is {layer!r}: it must be a whole number, or all.")
     paths = photos_in(photos) if photos else []
-    model = read_weights(weights, unverified=unverified)
-    with joined(device) as group:
-        model.to(group.device)
-        found = sample(
-            model,
-            data,
-            run=None if paths else weights,
-            split=split,
-            photos=paths,
-            data_dir=data_dir,
-            limit=limit,
-            batch_size=8,
-            device=group.device,
-        )
-        names = [f"{i:03d}-{fitting(title)}" for i, title in enumerate(found.titles)] or [
-            f"{i:03d}" for i in range(found.count)
-        ]
-        done, classes = 0, model.class_names or tuple(f"class {i}" for i in range(model.config.num_classes))
-        with only_looking(model):
-            for images, _ in found:
-                trace = model.trace(images)
-                layers = list(range(len(trace.layers))) if chosen is None else [chosen]
-                for i, image in enumerate(images):
-                    path = write_bytes(Path(out) / f"{names[done]}.png", png(layers_sheet(trace, image, i, layers=layers)))
-                    done += 1
-                    if as_json:
-                        told: dict[str, Any] = {"picture": str(path), "images": found.name}
-                        told["answer"] = classes[int(trace.logits[i].argmax())] if classes else None
-                        told["layers"] = [
-                            {
-                                "layer": number % len(trace.layers),
-                                "gate": None if (gate := layer_of(trace, number).parts.gate) is None else gate[i].tolist(),
-                                "shown": drawn(trace, number)[0],
-                                "lowest": drawn(trace, number)[1][i].amin((1, 2)).tolist(),
-                                "highest": drawn(trace, number)[1][i].amax((1, 2)).tolist(),
-                            }
-                            for number in layers
-                        ]
-                        say(json.dumps(told))
+    options = {"photos": paths, "unverified": unverified}
+    with (
+        shared.opened([weights], data, split, data_dir, limit, 8, device, **options) as [(model, found)],  # type: ignore[arg-type]
+        only_looking(model),
+    ):
+        layers = list(range(len(model.blocks))) if layer == "all" else [int(layer)]
+        classes = model.class_names or tuple(f"class {i}" for i in range(model.config.num_classes))
+        done = 0
+        for images, _ in found:
+            trace = model.trace(images)
+            for i, image in enumerate(images):
+                title = f"-{fitting(found.titles[done])}" if found.titles else ""
+                picture = png(layers_sheet(trace, image, i, layers=layers))
+                path = write_bytes(Path(out) / f"{done:03d}{title}.png", picture)
+                done += 1
+                if not as_json:
+                    continue
+                told = []
+                for number in layers:
+                    (shown, values), gate = drawn(trace, number), layer_of(trace, number).parts.gate
+                    told.append({
+                        "layer": number % len(trace.layers), "gate": None if gate is None else gate[i].tolist(), "shown": shown,
+                        "lowest": values[i].amin((1, 2)).tolist(), "highest": values[i].amax((1, 2)).tolist(),
+                    })  # fmt: skip
+                answer = classes[int(trace.logits[i].argmax())] if classes else None
+                say(json.dumps({"picture": str(path), "images": found.name, "answer": answer, "layers": told}))
         if not as_json:
             say(f"{found.name}: {done} pictures written to {out}. {READ[drawn(trace, layers[0])[0]]}")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from dmst.cli.analyze import shared
 from dmst.cli.progress import counted
-from dmst.terminal import Terminal, say
+from dmst.terminal import say
 
 if TYPE_CHECKING:
     from dmst.analysis.foreground import Foreground
-    from dmst.analysis.intervals import Interval
-    from dmst.analysis.scored import Scores
-
+    from dmst.analysis.scored import Interval
 
 TESTED = {
     "insertion": "patches are shown, most important first; a large area is good",
@@ -32,25 +29,24 @@ ORDERS = {
     "random": "random order (no network)",
 }
 AREA = "under the curve: probability of the predicted class by share of patches"
+MEASURES = {"iou_mean": "IoU, threshold at mean", "iou_area": "IoU, area of the mask", "pointing": "peak on object"}
 
 
 def scored(
-    weights: str = typer.Argument("dmst_cifar10", help="A shipped network, a saved model, or a finished run."),
-    data: str = typer.Option(None, help="A dataset (`dmst data list`) or a folder. Default: photos that ship with dmst."),
-    split: str = typer.Option("", help="test or train; if not given test, or all images where there are no test images."),
-    layer: int = typer.Option(-1, help="The layer whose map ranks the patches, from 0; -1 is the last."),
-    test: list[str] = typer.Option(  # noqa: B008 (typer reads it)
-        ["insertion", "deletion", "road"], "--test", help="insertion, deletion or road. Repeatable."
-    ),
-    steps: int = typer.Option(10, min=1, help="Steps of a curve."),
-    draws: int = typer.Option(3, min=1, help="Random orders per image."),
-    limit: int = typer.Option(200, min=1, help="Use at most this many images, always the same ones."),
-    batch_size: int = typer.Option(64, min=1, help="Images per batch."),
-    foreground: bool = typer.Option(True, help="With masks (--data pets): do the maps find the object?"),
-    unverified: bool = typer.Option(False, help="Accept weights without hashes, such as those of timm."),
-    data_dir: str = typer.Option(None, "--data-dir", metavar="DIR", envvar="DMST_DATA", help="The folder of the datasets."),
-    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
-    device: str = shared.DEVICE,
+    weights: shared.Weights = "dmst_cifar10",
+    data: shared.Data = None,
+    split: shared.Split = "",
+    layer: Annotated[int, typer.Option(help="The layer whose map ranks the patches, from 0; -1 is the last.")] = -1,
+    test: Annotated[list[str], typer.Option("--test", help="insertion, deletion or road. Repeatable.")] = [*TESTED],  # noqa: B006
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a curve.")] = 10,
+    draws: Annotated[int, typer.Option(min=1, help="Random orders per image.")] = 3,
+    limit: shared.Limit = 200,
+    batch_size: shared.Batch = 64,
+    foreground: Annotated[bool, typer.Option(help="With masks (--data pets): do the maps find the object?")] = True,
+    unverified: shared.Unverified = False,
+    data_dir: shared.DataDir = None,
+    as_json: shared.Json = False,
+    device: shared.Device = None,
 ) -> None:
     """Score the maps: does the prediction depend on the patches that a map marks?
 
@@ -62,62 +58,49 @@ def scored(
     means: better than a random order, or better than starting at the centre of the image.
     """
     from dmst.analysis.foreground import foreground as against_masks
-    from dmst.analysis.scored import TESTS
     from dmst.analysis.scored import scored as curves
-    from dmst.engine.distributed import joined
-    from dmst.engine.prepare import read_weights
     from dmst.errors import choose
 
-    tests = list(dict.fromkeys(choose("test", name, TESTS) for name in test))
-    model = read_weights(weights, unverified=unverified)
-    with joined(device) as group:
-        model.to(group.device)
-        found = shared.look(model, weights, data, split, data_dir, limit, batch_size)
-        with counted("curves", found.count) as tick:
-            scores = curves(model, found, layer=layer, tests=tests, steps=steps, draws=draws, tick=tick)
+    tests = list(dict.fromkeys(choose("test", name, TESTED) for name in test))
+    options = {"layer": layer, "tests": tests, "steps": steps, "draws": draws}
+    with shared.opened([weights], data, split, data_dir, limit, batch_size, device, unverified=unverified) as [(model, images)]:
+        with counted("curves", images.count) as tick:
+            scores = curves(model, images, **options, tick=tick)  # type: ignore[arg-type]
         masks = None
-        if foreground and found.has_masks:
-            with counted("masks", found.count) as tick:
-                masks = against_masks(model, found.masked(), tick=tick)
+        if foreground and images.has_masks:
+            with counted("masks", images.count) as tick:
+                masks = against_masks(model, images.masked(), tick=tick)
     if as_json:
-        say(json.dumps({"sample": found.name, "scored": scores.to_dict(), "foreground": masks and masks.to_dict()}))
+        say(json.dumps({"sample": images.name, "scored": scores.to_dict(), "foreground": masks and masks.to_dict()}))
         return
-    say(f"{scores.model}, {found.name}")
-    Terminal().print(_curves(scores))
     orders = {score.order for score in scores.scores}
-    words = {name: word for name, word in TESTED.items() if name in tests}
-    words |= {name: word for name, word in ORDERS.items() if name in orders} | {"area": AREA}
-    say(*shared.legend(words), "", scores.verdict)
+    words = {name: word for name, word in (TESTED | ORDERS).items() if name in {*tests, *orders}} | {"area": AREA}
+    rows = [
+        (score.test, score.order, f"{score.area.mean:.3f}", _signed(score.better), _signed(score.ahead))
+        for score in scores.scores
+    ]
+    columns = ("test", "ranked by", "area", "over random (95 %)", "over centre (95 %)")
+    shared.show(f"{scores.model}, {images.name}", columns, rows, words)
+    say(scores.verdict)
     if masks is not None:
-        Terminal().print(_masks(masks))
-        say(masks.verdict)
-
-
-def _curves(scores: Scores) -> Table:
-    table = Table("test", "ranked by", "area", "over random (95 %)", "over centre (95 %)")
-    for score in scores.scores:
-        table.add_row(score.test, score.order, f"{score.area.mean:.3f}", _signed(score.better), _signed(score.ahead))
-    return table
+        _show_masks(masks)
 
 
 def _signed(interval: Interval | None) -> str:
-    return "" if interval is None else "{:+.3f} ({:+.2f} {:+.2f})".format(*interval)
+    return "" if interval is None else f"{interval.mean:+.3f} ({interval.low:+.2f} {interval.high:+.2f})"
 
 
-def _masks(found: Foreground) -> Table:
+def _show_masks(found: Foreground) -> None:
     """Three measures of the best head of each layer, and of the head in the middle."""
-    measures = ("iou_mean", "iou_area", "pointing")
-    table = Table("layer", "IoU, threshold at mean", "IoU, area of the mask", "peak on object")
-    for row in found.layers:
-        table.add_row(str(row.layer), *(f"{_short(row.best[x])} {row.median[x]:.2f}" for x in measures))
-    table.add_row("all", *(_short(found.best[x]) for x in measures))
-    table.add_row("centre", *(_short(found.centre[x]) for x in measures))
-    table.caption = (
+    rows = [[row.layer, *(f"{_short(row.best[x])} {row.median[x]:.2f}" for x in MEASURES)] for row in found.layers]
+    rows += [["all", *(_short(found.best[x]) for x in MEASURES)], ["centre", *(_short(found.centre[x]) for x in MEASURES)]]
+    shared.show("Maps against masks", ("layer", *MEASURES.values()), rows)
+    say(
         f"{found.what} of the best head (95 % interval), chosen on the other half of the images; then the median head. "
         f"centre: a map of the image centre, without a network. A random peak is on the object with probability "
-        f"{found.share:.2f}."
+        f"{found.share:.2f}.",
+        found.verdict,
     )
-    return table
 
 
 def _short(interval: Interval) -> str:

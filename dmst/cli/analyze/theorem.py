@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
 import typer
 
 from dmst.cli.analyze import shared
+from dmst.cli.progress import counted
 from dmst.terminal import say
 
 COLUMNS = {
@@ -31,20 +33,21 @@ GATES = {
 
 
 def theorem(
-    weights: str = shared.WEIGHTS,
-    data: str = shared.DATA,
-    data_dir: str = shared.DATA_DIR,
-    split: str = shared.SPLIT,
-    limit: int = shared.LIMIT,
-    eps: float = shared.EPS,
-    orthonormal: bool = shared.ORTHONORMAL,
-    temperature: float = typer.Option(1.0, min=0, help="Temperature 1/(2 eta) of the coupled memberships."),
-    energy: str = typer.Option(
-        "formula", help="Energy in the coupled memberships: formula (the paper) or code (ToST, each channel normalised)."
-    ),
-    batch_size: int = shared.BATCH,
-    as_json: bool = shared.JSON,
-    device: str = shared.DEVICE,
+    weights: shared.Weights = "dmst_cifar10",
+    data: shared.Data = None,
+    data_dir: shared.DataDir = None,
+    split: shared.Split = "",
+    limit: shared.Limit = 1000,
+    eps: shared.Eps = None,
+    orthonormal: shared.Orthonormal = False,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature 1/(2 eta) of the coupled memberships.")] = 1.0,
+    energy: Annotated[
+        str,
+        typer.Option(help="Energy in the coupled memberships: formula (the paper), or code (ToST, channels normalised)."),
+    ] = "formula",
+    batch_size: shared.Batch = 64,
+    as_json: shared.Json = False,
+    device: shared.Device = None,
 ) -> None:
     """Test Theorem 1 of the paper on every layer, and the gate identities.
 
@@ -54,35 +57,31 @@ def theorem(
 
     The gain has three parts. Only the membership part is a real gain: less mass and smaller gates always lower the rate.
     """
-    from dmst.analysis.theorem import IDENTITIES
     from dmst.analysis.theorem import theorem as verdict
-    from dmst.engine.distributed import joined
-    from dmst.engine.prepare import read_weights
 
-    with joined(device) as group:
-        model = read_weights(weights).to(group.device)
-        looked_at = shared.look(model, weights, data, split, data_dir, limit, batch_size)
-        basis = "orthonormal" if orthonormal else "raw"
-        found = verdict(model, shared.shown(looked_at), eps=eps, basis=basis, temperature=temperature, energy=energy)
+    options = {"eps": eps, "basis": "orthonormal" if orthonormal else "raw", "temperature": temperature, "energy": energy}
+    with (
+        shared.opened([weights], data, split, data_dir, limit, batch_size, device) as [(model, images)],
+        counted(images.name, images.count) as tick,
+    ):
+        found = verdict(model, images, **options, tick=tick)  # type: ignore[arg-type]
+    layers = [layer for layer in found.layers if layer is not None]
     if as_json:
-        say(json.dumps({"weights": weights, "data": looked_at.name, **found.to_dict()}))
+        say(json.dumps({"weights": weights, "data": images.name, **found.to_dict()}))
         return
-    table = shared.columns(weights, looked_at, ("layer", *COLUMNS))
-    for layer in found.layers:
-        if layer is None:
-            continue
+    rows = []
+    for layer in layers:
         mean = {name: numbers.mean for name, numbers in layer.quantities.items()}
-        table.add_row(
-            str(layer.layer), f"{mean['coupled']:.2f}", f"{mean['decoupled']:.2f}", f"{mean['gain']:+.2f}",
-            f"{layer.holds:.0%}", f"{mean['membership']:+.2f}", f"{mean['mass']:+.2f}", f"{mean['gate']:+.2f}",
-            f"{mean['premise']:.0%}",
-        )  # fmt: skip
-    sentences = [f"{found.convention}.", *found.sentences()]
-    gated = [layer for layer in found.layers if layer is not None and layer.identities is not None]
-    for name in IDENTITIES if gated else ():
-        errors = [layer.identities[name] for layer in gated if layer.identities is not None]
-        told = " ".join(f"{error:.2g}" for error in errors)
-        sentences.append(f"{name + ':':<12} {told}  ({GATES[name]})")
+        rows.append((
+            layer.layer, f"{mean['coupled']:.2f}", f"{mean['decoupled']:.2f}", f"{mean['gain']:+.2f}", f"{layer.holds:.0%}",
+            f"{mean['membership']:+.2f}", f"{mean['mass']:+.2f}", f"{mean['gate']:+.2f}", f"{mean['premise']:.0%}",
+        ))  # fmt: skip
+    if not rows:
+        say(f"{found.model}: the theorem does not apply, because the operator has no memberships like those of DMSA.")
+        return
+    shared.show(f"{weights} on {images.name}", ("layer", *COLUMNS), rows, COLUMNS)
+    say(f"{found.convention}.")
+    gated = [layer.identities for layer in layers if layer.identities is not None]
     if gated:
-        sentences.insert(-len(IDENTITIES), "Gate identities, relative error of each layer:")
-    shared.tell(table if any(found.layers) else None, sentences, COLUMNS)
+        say("Gate identities, relative error of each layer:")
+        say(*(f"{name + ':':<12} {' '.join(f'{each[name]:.2g}' for each in gated)}  ({GATES[name]})" for name in GATES))

@@ -16,28 +16,16 @@ from dmst.analysis.rates import QUANTITIES, layer_rates, rates_at, rates_of
 from dmst.engine.recipe import read_recipe
 from dmst.engine.samples import sample
 from dmst.errors import OptionError, UnknownNameError
-from dmst.models import VisionModel, load_model, save_model
-
-SMALL = {"dim": 24, "depth": 3, "num_heads": 3, "img_size": 8}
-
-
-def model(name: str = "dmst_digits", **options: object) -> VisionModel:
-    network = create_model(name, **{**SMALL, **options}).eval()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return network
-
-
-IMAGES = torch.randn(7, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+from dmst.models import load_model, save_model
+from tests.analysed import IMAGES, network
 
 
 @torch.no_grad()
 def test_the_published_convention_written_out() -> None:
     """Unit-length tokens in each head, c = p/eps^2, memberships that sum to 1, silent heads left out: by loops."""
-    network = model()
-    found = layer_rates(network, IMAGES, eps=0.1).mean["variational"]
-    for layer, traced in enumerate(network.trace(IMAGES).layers):
+    model = network()
+    found = layer_rates(model, IMAGES, eps=0.1).mean["variational"]
+    for layer, traced in enumerate(model.trace(IMAGES).layers):
         s, pi, g = (x.double() for x in traced.parts[:3])
         b, k, n, p = s.shape
         total = 0.0
@@ -55,8 +43,8 @@ def test_the_published_convention_written_out() -> None:
 
 @torch.no_grad()
 def test_every_quantity_is_the_objective_of_the_parts() -> None:
-    network = model()
-    block, traced = network.blocks[1], network.trace(IMAGES).layers[1]
+    model = network()
+    block, traced = model.blocks[1], model.trace(IMAGES).layers[1]
     found = rates_of(traced.normed, traced.parts, block.operator, eps=0.5)
     pi = traced.parts.membership
     share = pi / pi.sum(1, keepdim=True)
@@ -75,42 +63,28 @@ def test_every_quantity_is_the_objective_of_the_parts() -> None:
     assert (found["raw"] > found["variational"]).all() or (found["mass"] < 1).any()
 
 
-def test_it_streams() -> None:
-    """Batches of any size give the mean and standard deviation of the whole, with empty ones among them."""
-    network = model()
-    whole = layer_rates(network, IMAGES, batch_size=64)
-    parts = layer_rates(network, iter([(IMAGES[:3], "labels"), IMAGES[:0], IMAGES[3:4], IMAGES[4:]]))
-    assert whole.images == parts.images == 7
-    for name in QUANTITIES:
-        assert parts.mean[name] == pytest.approx(whole.mean[name], rel=1e-6)
-        assert parts.std[name] == pytest.approx(whole.std[name], rel=1e-5, abs=1e-9)
-    one = [layer_rates(network, IMAGES[i : i + 1]).mean["complete"][2] for i in range(7)]
-    assert whole.mean["complete"][2] == pytest.approx(sum(one) / 7, rel=1e-6)
-    assert whole.std["complete"][2] == pytest.approx(torch.tensor(one, dtype=torch.float64).std().item(), rel=1e-4)
-
-
 @torch.no_grad()
 def test_the_output_is_after_the_step_with_memberships_anew() -> None:
-    network = model()
-    block, traced = network.blocks[0], network.trace(IMAGES).layers[0]
+    model = network()
+    block, traced = model.blocks[0], model.trace(IMAGES).layers[0]
     tokens = block.norm(traced.after_operator)
     parts = block.operator.decompose(tokens)
     expected = rates_of(tokens, parts, block.operator)["variational"].double().mean().item()
-    found = layer_rates(network, IMAGES, at="output")
+    found = layer_rates(model, IMAGES, at="output")
     assert found.mean["variational"][0] == pytest.approx(expected, rel=1e-6)
     assert "after the operator" in found.convention and "7 images" in found.convention
 
 
 @torch.no_grad()
 def test_the_block_is_after_the_feed_forward_in_the_same_subspaces() -> None:
-    network = model()
-    block, traced = network.blocks[1], network.trace(IMAGES).layers[1]
+    model = network()
+    block, traced = model.blocks[1], model.trace(IMAGES).layers[1]
     tokens = block.norm(traced.after_feedforward)
     expected = rates_of(tokens, block.operator.decompose(tokens), block.operator)["complete"].double().mean().item()
-    every = rates_at(network, [IMAGES[:2], IMAGES[2:]], tick=(ticks := []).append)
+    every = rates_at(model, [IMAGES[:2], IMAGES[2:]], tick=(ticks := []).append)
     assert every["block"].mean["complete"][1] == pytest.approx(expected, rel=1e-6) and ticks == [2, 5]
     for at, found in every.items():  # one pass gives what three do
-        assert found.at == at and found.mean["raw"] == pytest.approx(layer_rates(network, IMAGES, at=at).mean["raw"], rel=1e-6)
+        assert found.at == at and found.mean["raw"] == pytest.approx(layer_rates(model, IMAGES, at=at).mean["raw"], rel=1e-6)
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -155,7 +129,7 @@ def test_networks_are_compared_on_the_same_images_or_not_at_all(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["tost_digits", "vit_digits", "crate_digits"])
 def test_other_families(name: str) -> None:
-    found = layer_rates(model(name), IMAGES)
+    found = layer_rates(network(name), IMAGES)
     assert all(math.isfinite(x) for x in found.mean["coding"])
     has_membership = name == "tost_digits"
     assert all(math.isfinite(x) is has_membership for x in found.mean["variational"])
@@ -164,24 +138,8 @@ def test_other_families(name: str) -> None:
         assert found.mean["mass"] == pytest.approx([1.0] * 3, rel=1e-6)
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    network = model().train()
-    before = {name: x.clone() for name, x in network.state_dict().items()}
-    layer_rates(network, IMAGES)
-    assert network.training and network.blocks[0].training
-    assert all(torch.equal(x, before[name]) for name, x in network.state_dict().items())
-    assert all(p.grad is None for p in network.parameters())
-
-
-def test_a_frozen_part_stays_frozen() -> None:
-    network = model().train()
-    network.stem.eval()
-    layer_rates(network, IMAGES)
-    assert network.training and not network.stem.training and not network.stem.layers[1].training
-
-
 def test_one_image_has_no_spread() -> None:
-    found = layer_rates(model(), IMAGES[:1])
+    found = layer_rates(network(), IMAGES[:1])
     assert all(math.isnan(x) for x in found.std["coding"]) and found.to_dict()["std"]["coding"] == [None] * 3
 
 
@@ -193,10 +151,10 @@ def test_names_are_no_markup(tmp_path: Path) -> None:
 
 def test_bad_input() -> None:
     with pytest.raises(OptionError, match="batch_size is 0"):
-        layer_rates(model(), IMAGES, batch_size=0)
+        layer_rates(network(), IMAGES, batch_size=0)
     with pytest.raises(OptionError, match="no images"):
-        layer_rates(model(), [])
+        layer_rates(network(), [])
     with pytest.raises(UnknownNameError, match="input"):
-        layer_rates(model(), IMAGES, at="inputs")
+        layer_rates(network(), IMAGES, at="inputs")
     with pytest.raises(OptionError, match="eps"):
-        layer_rates(model(), IMAGES, eps=0.0)
+        layer_rates(network(), IMAGES, eps=0.0)
