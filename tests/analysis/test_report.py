@@ -70,12 +70,9 @@ def test_pictures_tiles_and_overlays() -> None:
     assert picture(torch.zeros(1, 2, 2)).max() == 0  # a constant image divides by nothing
     big = enlarge(pixels, 3)
     assert big.shape == (6, 6, 3) and (big[:3, :3] == pixels[0, 0]).all()
-    page = lay_out([[big, big], [big]], gap=2)
-    assert (
-        page.shape == (14, 14, 3) and (page[6:8] == 255).all() and (page[8:, :6] == big).all() and (page[8:, 8:] == 255).all()
-    )
-    named = lay_out([[big]], [["head 3"]])
-    assert named.shape == (22, 6, 3) and (named[:6] == big).all() and named[6:].min() < 200  # ink under the tile
+    page = lay_out([[(big, ""), (big, "")], [(big, "head 3")]], gap=2, line=16)
+    assert page.shape == (46, 14, 3) and (page[6:24] == 255).all() and (page[24:30, :6] == big).all()
+    assert (page[24:30, 8:] == 255).all() and page[30:].min() < 200  # ink under the tile
     assert fit(big, 13).shape == (12, 12, 3) and fit(np.zeros((40, 20, 3), np.uint8), 10).shape == (10, 5, 3)
     assert (overlay(big, torch.ones(1, 1), strength=1.0) == RAMP[-1]).all()
     assert (overlay(big, torch.ones(1, 1), strength=0.0) == big).all()
