@@ -24,6 +24,7 @@ from dmst.engine.distributed import Group
 from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
 from dmst.models import ModelConfig, VisionModel, list_models, load_model, model_config, shipped
+from dmst.models.preprocessing import normalise
 from dmst.models.transfer import FREE, differing, take_over
 from dmst.operators.orthonormal import retract
 
@@ -174,6 +175,9 @@ def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> Vi
         source = read_weights(recipe.model.init_from)
         refuse_misfit(config, source.config, recipe.model.init_from)
         take_over(model, source, recipe.model.init_from)
+        normalise(model.pretrained_cfg, source.pretrained_cfg["mean"], source.pretrained_cfg["std"])
+    elif recipe.data.name in catalog.CATALOG:
+        normalise(model.pretrained_cfg, *catalog.CATALOG[recipe.data.name].statistics)
     return model
 
 

@@ -25,7 +25,7 @@ import dmst
 from dmst import atomic
 from dmst.errors import BadFileError, OptionError, shown
 from dmst.models.config import ModelConfig
-from dmst.models.preprocessing import pretrained_cfg
+from dmst.models.preprocessing import normalise, pretrained_cfg
 from dmst.models.tensors import LONGEST_HEADER, fit, from_bytes, not_finite, to_bytes
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
@@ -97,6 +97,8 @@ def load_model(
     weights = _read_weights(folder, told, model)
     model.load_state_dict({name: x.to(device) for name, x in weights.items()}, strict=True, assign=True)
     model.class_names = _class_names(folder, told, config.num_classes)
+    if isinstance(stated := told.get("pretrained_cfg"), dict):
+        normalise(model.pretrained_cfg, stated.get("mean"), stated.get("std"))
     return model.eval()
 
 
@@ -121,7 +123,7 @@ def _describe(model: VisionModel, weights: bytes) -> dict[str, Any]:
             for key, value in mine.items()
             if known and any(mine[name] != base[name] for name in (key, tied.get(key, key)))
         },
-        "pretrained_cfg": pretrained_cfg(config),
+        "pretrained_cfg": pretrained_cfg(config) | {key: list(model.pretrained_cfg[key]) for key in ("mean", "std")},
         "dmst": {
             "version": dmst.__version__,
             "config": mine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,33 +13,45 @@ from dmst.kernels.autocast import autocast_is_on
 from dmst.models.config import ModelConfig
 from dmst.models.stems import STEMS
 
-# mean and standard deviation of the pixels (0 to 1), by channel
-STATISTICS = {
+# mean and standard deviation of the pixels (0 to 1), by channel, by the last word of a network's name: for a new network, and
+# for a file that states none. A trained network has those of its dataset, and a saved one states them.
+DEFAULTS = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "cifar": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "digits": ((0.5,), (0.5,)),
 }
-STATISTICS |= dict.fromkeys(("cifar10", "cifar100"), STATISTICS["cifar"])  # one for both: weights of one start the other
+DEFAULTS |= dict.fromkeys(("cifar10", "cifar100"), DEFAULTS["cifar"])
 
 
 def pretrained_cfg(config: ModelConfig) -> dict[str, Any]:
     """Input size, mean, std, interpolation, crop; and the names of the first and last layers."""
-    mean, std = STATISTICS.get(config.name.rpartition("_")[2], STATISTICS["imagenet"])
-    if len(mean) != config.in_chans:
-        mean = std = (0.5,) * config.in_chans
-    return {
+    told = {
         "num_classes": config.num_classes,
         "input_size": [config.in_chans, *config.img_size],  # type: ignore[misc]
         "pool_size": None,
         "fixed_input_size": False,
         "interpolation": "bicubic",
         "crop_pct": 0.875 if config.img_size == (224, 224) else 1.0,
-        "mean": list(mean),
-        "std": list(std),
+        "mean": [0.5] * config.in_chans,
+        "std": [0.5] * config.in_chans,
         "first_conv": f"stem.{STEMS[config.stem].first}",
         "classifier": "head",
         "license": "apache-2.0",
     }
+    normalise(told, *DEFAULTS.get(config.name.rpartition("_")[2], DEFAULTS["imagenet"]))
+    return told
+
+
+def normalise(told: dict[str, Any], mean: Any, std: Any) -> None:
+    """Set mean and std of a `pretrained_cfg`, in place, if there is one number per channel, or one for all of them."""
+    channels = len(told["mean"])
+    mean, std = (
+        [float(x) for x in each] if isinstance(each, list | tuple) and all(type(x) in (int, float) for x in each) else []
+        for each in (mean, std)
+    )
+    mean, std = (each * channels if len(each) == 1 else each for each in (mean, std))
+    if len(mean) == len(std) == channels and all(map(math.isfinite, mean + std)) and min(std) > 0:
+        told.update(mean=mean, std=std)
 
 
 def patch_grid(images: Tensor, dtype: torch.dtype, *, name: str, in_chans: int, patch_size: int) -> tuple[int, int]:
