@@ -65,12 +65,9 @@ class Operator(OneNode):
         return None
 
     def reset_parameters(self) -> None:
-        """Weights of linear maps truncated normal .02, biases 0: the lineage's start."""
         for child in self.children():
             if type(child) is nn.Linear:
-                nn.init.trunc_normal_(child.weight, std=0.02)
-                if child.bias is not None:
-                    nn.init.zeros_(child.bias)
+                start(child)
             elif isinstance(child, nn.Linear):  # one with a start of its own
                 child.reset_parameters()
 
@@ -101,6 +98,13 @@ class Operator(OneNode):
             if isinstance(child, nn.Linear):
                 return child.weight
         return next((x for x in self.parameters() if x.is_floating_point()), None)
+
+
+def start(layer: nn.Linear) -> None:
+    """The lineage's start: weight truncated normal .02, bias 0."""
+    nn.init.trunc_normal_(layer.weight, std=0.02)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
 
 
 def lineage_options(owner: type, bias: bool, options: dict[str, Any]) -> bool:

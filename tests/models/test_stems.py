@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -100,24 +99,6 @@ def test_padded_channels_are_the_convolution(there: list[type], monkeypatch: pyt
     else:
         assert len(there) == 5
     assert conv(x[:0]).shape == (0, 11, 3, 5)
-
-
-@both
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_under_autocast(there: list[type], kind: type[nn.Conv2d], dtype: torch.dtype) -> None:
-    """What autocast would do, sooner: the copy is made of 16-bit numbers, and gradients come back in float32."""
-    conv, x = convolution(kind, dtype=torch.float32), torch.randn(5, 3, 8, 12)
-    with torch.autocast("cpu", dtype):
-        found, wanted = conv(x), plainly(conv, x)
-        x.requires_grad_()
-        ours, theirs = (
-            torch.autograd.grad(f(x).float().square().sum(), [x, conv.weight]) for f in (conv, plainly.__get__(conv))
-        )
-    assert found.dtype == wanted.dtype == dtype and not there
-    assert relative(found, wanted) < 4e-3
-    assert all(a.dtype == torch.float32 and relative(a, b) < 1e-2 for a, b in zip(ours, theirs, strict=True))
-    rounded = copy.deepcopy(conv).to(dtype)  # autocast alone would round no more, and no less
-    assert torch.equal(found, rounded(x.detach().to(dtype)))
 
 
 @families

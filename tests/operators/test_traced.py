@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -35,18 +35,25 @@ old_and_says_so = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("case", PAIRS, ids=label)
 def test_compiles_to_one_graph_for_every_length(case: tuple) -> None:
-    """Output and every gradient those of the eager layer."""
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    operator = build(*case)
+    counter, operator = CompileCounter(), build(*case)
     compiled = torch.compile(operator, fullgraph=True, dynamic=True, backend=counter)
-    for n, grid in ((12, (3, 4)), (42, (6, 7))):
-        z, grad = tokens(n=n), torch.randn(2, n, 24, dtype=F64)
-        eager, traced = gradients(operator, z, grad, grid=grid), gradients(compiled, z, grad, grid=grid)
-        for name, value in eager.items():
-            found = traced.get(name, traced.get(f"_orig_mod.{name}"))
-            assert relative(found, value) < 1e-10 or (found - value).norm() < 1e-12, name
+    for n, grid in ((12, (3, 4)), (20, (4, 5)), (42, (6, 7))):
+        z = tokens(n=n)
+        torch.testing.assert_close(compiled(z, grid=grid), operator(z, grid=grid), rtol=1e-11, atol=1e-11)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=label)
+def test_compiled_training_agrees(case: tuple) -> None:
+    torch._dynamo.reset()
+    operator = build(*case)
+    compiled = torch.compile(operator, fullgraph=True, backend="aot_eager")
+    z, grad = tokens(n=12), torch.randn(2, 12, 24, dtype=F64)
+    eager, traced = gradients(operator, z, grad, grid=(3, 4)), gradients(compiled, z, grad, grid=(3, 4))
+    for name, value in eager.items():
+        found = traced.get(name, traced.get(f"_orig_mod.{name}"))
+        assert relative(found, value) < 1e-10 or (found - value).norm() < 1e-12, name
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inside inductor's own import
