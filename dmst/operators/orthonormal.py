@@ -7,11 +7,11 @@
 Saving, loading and `eval()` leave the stored matrix alone, so how often a run, or an average of its weights, is saved or
 evaluated does not bend it; a state dict holds the parameter itself, as tools that average state dicts need. `save_model` writes
 the retracted matrix. A traced graph cannot look at values: it holds Gram-Schmidt itself and retracts nothing, so call
-`retract_()` after the steps of a compiled training, which also makes evaluation quick. A CUDA graph of a training step cannot
-look either and takes the matrix as it is: there a retraction after each step is a must. All in float32 or wider.
+`retract_()` after the steps of a compiled training, which also makes evaluation quick. All in float32 or wider.
 
-Near the manifold products do what a QR does (`closer`). `settle_` retracts so, which a CUDA graph can hold; and who retracts
-after every step, as the engine here, says `kept = True`: a traced graph then holds one such pass in place of the QR.
+Near the manifold products do what a QR does (`closer`), without a look at values: `settle_` retracts so on a GPU. Who retracts
+after every step, as the engine here, says `kept = True`: a traced graph then holds one such pass in place of the QR, and so
+does a CUDA graph of training, which always needs it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,11 @@ class OrthonormalLinear(nn.Linear):
         """The orthonormal matrix that the layer uses; a quantized one as it is, since nothing can put it onto the manifold."""
         if not tracing.is_tensor(self.weight):
             return self.weight
-        if self.training and isinstance(self.weight, nn.Parameter):
-            if tracing.recorded(self.weight.device):
-                return _OnManifold.apply(self.weight)
-            if self.kept and tracing.traced():
-                with without_autocast(self.weight):
-                    wide = torch.promote_types(self.weight.dtype, torch.float32)
-                    return closer(self.weight.to(wide)).to(self.weight.dtype)
+        near = tracing.recorded(self.weight.device) or (self.kept and tracing.traced())
+        if near and self.training and isinstance(self.weight, nn.Parameter):
+            with without_autocast(self.weight):
+                wide = torch.promote_types(self.weight.dtype, torch.float32)
+                return closer(self.weight.to(wide)).to(self.weight.dtype)
         if not self._readable():  # no values to judge, and Gram-Schmidt is right for every weight
             return orthonormal_rows(self.weight)
         if not self.training:
@@ -103,7 +101,7 @@ SETTLINGS = 12  # from |E| = 3, where a first step of AdamW is far too long, to 
 def retract(*models: nn.Module) -> None:
     """The orthonormal matrices of models back onto their manifold, which a step or another dtype leaves."""
     layers = [module for model in models for module in model.modules() if isinstance(module, OrthonormalLinear)]
-    if layers and tracing.recorded(layers[0].weight.device):
+    if layers and layers[0].weight.is_cuda:
         settle_(layers)
     else:
         for layer in layers:
