@@ -139,7 +139,7 @@ def test_the_report_is_written_while_the_folder_is_held(tmp_path: Path, monkeypa
 def test_a_report_does_not_go_into_a_folder_that_took_the_runs_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = engine._Loop._finish
+    real = engine._Run.finish
 
     def finish(loop: Any) -> Result:
         result = real(loop)
@@ -147,7 +147,7 @@ def test_a_report_does_not_go_into_a_folder_that_took_the_runs_place(
         (tmp_path / "run").mkdir()
         return result
 
-    monkeypatch.setattr(engine._Loop, "_finish", finish)
+    monkeypatch.setattr(engine._Run, "finish", finish)
     monkeypatch.setattr("sys.argv", ["dmst", *command(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         cli.main()
