@@ -64,12 +64,7 @@ class Running:
 
 
 def measure(
-    model: VisionModel,
-    images: Tensor | Iterable[Any],
-    look: Look,
-    *,
-    batch_size: int = 64,
-    tick: Tick = lambda images: None,
+    model: VisionModel, images: Tensor | Iterable[Any], look: Look, *, batch_size: int = 64, tick: Tick = lambda images: None
 ) -> tuple[int, list[Running]]:
     """The number of images, and by layer what `look` sees; images are one tensor, or batches, also a loader's pairs."""
     found = [Running() for _ in model.blocks]

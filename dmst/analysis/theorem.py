@@ -12,21 +12,13 @@
 
 Only `membership` is an effect of modelling. What is true (Theorem 1'): with P_dec <= P_coup entry by entry and g <= 1 the claim
 holds; `premise` is the share of images where that is so. Numbers are by image, in nats.
-
-The gate identities, in relative L2 errors over all tokens of all images, with the layer's own weights; Y_k = -g_k s_k a_k:
-
-    E1   gating both bases squares the gate; `E1 single` is how far the paper's single gate is from it
-    E2   the listing is membership times Y: a gate per token and head (G1); in mode "listing" against the layer's real output
-    E3   with membership 1 it is g times channel attention of gated energy; `E3 ungated` is how far ungated attention is
-    E4   for gates of 0 and 1 (here: the heads that are on) once, twice and outside are the same
-    E7   no single number per image in front of the sum replaces gates inside it: how far the best one is
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -34,7 +26,7 @@ from torch import Tensor
 
 from dmst import objective
 from dmst.analysis.certificates import BASES, code_scale, coordinates
-from dmst.analysis.running import Numbers, Running, Tick, finite, measure
+from dmst.analysis.running import Numbers, Tick, finite, measure
 from dmst.errors import choose, number
 from dmst.kernels import Form, reference
 from dmst.models import VisionModel
@@ -42,17 +34,15 @@ from dmst.models.block import LayerTrace
 from dmst.operators.family import TokenStatistics
 
 QUANTITIES = ("coupled", "decoupled", "gain", "membership", "mass", "gate", "premise")
-IDENTITIES = ("E1", "E1 single", "E2", "E3", "E3 ungated", "E4", "E7")
 ENERGIES = ("formula", "code")
 
 
 @dataclass(frozen=True)
 class LayerTheorem:
-    """One layer: quantity -> numbers over the images; identity -> relative error, None where there is no gate."""
+    """One layer: quantity -> numbers over the images."""
 
     layer: int
     quantities: dict[str, Numbers]
-    identities: dict[str, float] | None
 
     @property
     def holds(self) -> float:
@@ -96,7 +86,7 @@ def theorem(
     batch_size: int = 64,
     tick: Tick = lambda images: None,
 ) -> Theorem:
-    """Theorem 1 and the gate identities on every layer over `images`: one tensor, or batches, also a loader's pairs.
+    """Theorem 1 on every layer over `images`: one tensor, or batches, also a loader's pairs.
 
     eps=None is c = 1, the operators' own rate.
     """
@@ -106,26 +96,18 @@ def theorem(
     c = code_scale(model.config.dim, eps)
 
     def look(block: Any, layer: LayerTrace, grid: Any) -> Tensor | None:
-        """The quantities, then of each identity the squared error and the squared size."""
-        operator = block.operator
-        if layer.parts.membership is None or not isinstance(operator, TokenStatistics):
+        if layer.parts.membership is None or not isinstance(block.operator, TokenStatistics):
             return None
-        split = split_of(layer, operator, c=c, basis=basis, temperature=temperature, energy=energy)
-        sides = identities_of(layer, operator, grid).values()
-        errors = [x.square().flatten(1).sum(-1) for one, other in sides for x in (one - other, other)]
-        return torch.stack([*(split[name] for name in QUANTITIES), *errors])
+        split = split_of(layer, block.operator, c=c, basis=basis, temperature=temperature, energy=energy)
+        return torch.stack([split[name] for name in QUANTITIES])
 
     count, found = measure(model, images, look, batch_size=batch_size, tick=tick)
-    layers = [_layer(i, each) if each.count else None for i, each in enumerate(found)]
+    layers = [
+        LayerTheorem(i, {name: each.numbers(row) for row, name in enumerate(QUANTITIES)}) if each.count else None
+        for i, each in enumerate(found)
+    ]
     eps = math.sqrt(model.config.dim / c)
     return Theorem(model.config.name, count, eps, c, basis, float(temperature), energy, layers)
-
-
-def _layer(layer: int, running: Running) -> LayerTheorem:
-    quantities = {name: running.numbers(i) for i, name in enumerate(QUANTITIES)}
-    sums = running.mean[len(QUANTITIES) :].unflatten(0, (-1, 2)).tolist() if len(running.mean) > len(QUANTITIES) else []
-    errors = {name: math.sqrt(wrong / (size or 1)) for name, (wrong, size) in zip(IDENTITIES, sums, strict=False)}
-    return LayerTheorem(layer, quantities, errors or None)
 
 
 def split_of(
@@ -155,58 +137,3 @@ def split_of(
         "gate": ungated - last,
         "premise": smaller.double(),
     }
-
-
-def identities_of(layer: LayerTrace, operator: TokenStatistics, grid: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name -> the two sides, in float64 but for E2's left one, which is what the layer computed. Nothing without a gate."""
-    parts, weights, subspaces = layer.parts, operator.weights(), operator.subspaces().double()
-    if parts.gate is None:
-        return {}
-    assert parts.projected is not None and parts.membership is not None
-    s, pi, gate = parts.projected.double(), parts.membership.double(), parts.gate.double()
-    listing = replace(operator.form, mode="listing", sign=-1.0, delta=0.0)
-    equation = replace(listing, mode="equation")
-    g = gate.unsqueeze(-1)
-    mass = pi.sum(-1, keepdim=True)
-    moment = torch.einsum("bkn,bknp->bkp", pi, s.square()) / torch.where(mass > 0, mass, 1)
-    attenuation = 1 / (1 + g.square() * moment)  # (b, k, p)
-    gated_bases = gate[..., None, None] * subspaces  # (b, k, d, p)
-    weighed = pi.unsqueeze(-1) * s
-
-    def out(heads: Tensor) -> Tensor:
-        return torch.einsum("bknp,kdp->bnd", heads, subspaces)
-
-    head = -(g * attenuation).unsqueeze(-2) * s  # Y
-    in_bases = torch.einsum("bkdp,bkp,bknp->bnd", gated_bases, -attenuation, g.unsqueeze(-1) * weighed)
-    twice = out(reference.token_statistics(s, pi, gate, form=equation))
-    found = {"E1": (twice, in_bases), "E1 single": (out(pi.unsqueeze(-1) * head), in_bases)}
-
-    scores = reference.score(layer.normed.double(), _double(weights), operator.form, grid)
-    token_gate = pi if scores is None or operator.form.membership != "sigmoid" else scores.sigmoid()
-    heads = token_gate.unsqueeze(-1) * head
-    if operator.form.mode == "listing":
-        written = reference.project_out(heads, _double(weights), torch.float64)
-        found["E2"] = (operator(layer.normed, grid=grid).double(), written)
-    else:
-        found["E2"] = (reference.token_statistics(s, pi, gate, form=listing), heads)
-
-    def channel(t: Tensor) -> Tensor:
-        return -s / (1 + t * s.square().mean(-2)).unsqueeze(-2)
-
-    alone = reference.token_statistics(s, torch.ones_like(pi), gate, form=listing)
-    found["E3"] = (alone, g.unsqueeze(-1) * channel(g.square()))
-    found["E3 ungated"] = (g.unsqueeze(-1) * channel(torch.ones_like(g)), alone)
-
-    hard = (gate != 0).double()
-    once, twice = (reference.token_statistics(s, pi, hard, form=form) for form in (listing, equation))
-    outside = hard[..., None, None] * reference.token_statistics(s, pi, form=listing)
-    found["E4"] = (torch.cat((once, outside), 1), torch.cat((twice, twice), 1))
-
-    together, apart = out(-attenuation.unsqueeze(-2) * weighed), out(pi.unsqueeze(-1) * head)
-    best = (together * apart).sum((1, 2), keepdim=True) / together.square().sum((1, 2), keepdim=True).clamp(min=1e-300)
-    found["E7"] = (best * together, apart)
-    return found
-
-
-def _double(weights: Any) -> Any:
-    return type(weights)(*(None if x is None else x.double() for x in weights))

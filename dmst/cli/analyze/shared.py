@@ -14,6 +14,7 @@ from dmst.terminal import Terminal, say
 from dmst.words import visible
 
 if TYPE_CHECKING:
+    from dmst.analysis.running import Numbers
     from dmst.engine.samples import Sample
     from dmst.models import VisionModel
 
@@ -69,6 +70,18 @@ def opened(
             (model, sample(model, data, run=None if photos else where, device=group.device, **places))  # type: ignore[arg-type]
             for model, where in zip(models, weights, strict=True)
         ]
+
+
+Columns = Mapping[str, tuple[str, str, str]]  # header -> what it shows ("frozen.mean"), its format, what it means
+
+
+def by_layer(title: str, columns: Columns, layers: Iterable[tuple[int, Mapping[str, Numbers]]]) -> None:
+    """A table with a row for each layer, given as its number and its quantities."""
+    rows = []
+    for number, quantities in layers:
+        pairs = ((told.split("."), form) for told, form, _ in columns.values())
+        rows.append([number, *(f"{getattr(quantities[name], part):{form}}" for (name, part), form in pairs)])
+    show(title, ("layer", *columns), rows, {name: words for name, (_, _, words) in columns.items()})
 
 
 def show(title: str, columns: Iterable[str], rows: Iterable[Sequence[object]], words: Mapping[str, str] | None = None) -> None:
