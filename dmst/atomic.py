@@ -169,14 +169,14 @@ def read(path: Path, size: int | None = None, *, most: int | None = None, links:
         raise BadFileError(f"{path} cannot be read ({error.strerror or error}).") from error
 
 
-def json_object(path: Path, raw: bytes, what: str) -> dict[str, Any]:
+def json_object(path: Path, raw: bytes) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
         told = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise BadFileError(f"{path} is damaged: not JSON ({error}).") from error
     if not isinstance(told, dict):
-        raise BadFileError(f"{path} is not {what}: it must hold an object.")
+        raise BadFileError(f"{path} is damaged: it must hold an object.")
     return told
 
 

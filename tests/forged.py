@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import pickle
+import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ def header_length(raw: bytes) -> int:
 def with_header(told: dict[str, Any] | bytes, data: bytes = b"") -> bytes:
     body = told if isinstance(told, bytes) else json.dumps(told).encode()
     return struct.pack("<Q", len(body)) + body + data
+
+
+def harmed(raw: bytes, draw: random.Random, count: int) -> Iterator[bytes]:
+    """The same bytes cut off, with more after them, all zero, and with one bit flipped: `count` in the header, and anywhere."""
+    yield from (raw[:cut] for cut in (0, 1, 8, len(raw) - 1, *(draw.randrange(len(raw)) for _ in range(10))))
+    yield from (raw + b"\0", raw + b"\n", raw + raw, bytes(len(raw)), b"\xef\xbb\xbf" + raw)
+    head = len(raw) if raw.startswith(b"{") else header_length(raw)
+    for size in [head, len(raw)] * count:
+        bit, flipped = draw.randrange(8 * size), bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        yield bytes(flipped)
 
 
 class Canary:

@@ -105,45 +105,47 @@ def load(folder: Path, step: int, most: int | None = None) -> State:
 
     One that states more than `most` bytes, and a header for each file, is refused before it is read.
     """
-    path = folder / MANIFEST
     if folder.is_symlink():
         raise BadFileError(f"{folder} is a link: links are not followed.")
-    raw = atomic.read(path, most=LARGEST_MANIFEST)
-    manifest = atomic.json_object(path, raw, "the manifest of a checkpoint")
-    atomic.check_seal(path, manifest, raw)
-    schema = manifest.get("schema")
-    if type(schema) is int and schema > SCHEMA:
-        raise BadFileError(
-            f"{path} is of a newer dmst: its schema is {schema}, and this one reads up to {SCHEMA}. Update dmst."
-        )
-    try:
-        listed = {name: (stated["size"], stated["sha256"]) for name, stated in manifest["files"].items()}
-        total = sum(size for size, _ in listed.values())
-        if type(schema) is not int or schema < 1 or not all(LISTED.fullmatch(name) for name in listed):
-            raise ValueError
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadFileError(f"{path} is not the manifest of a checkpoint: nothing was read.") from error
-    if most is not None and total > most + LONGEST_HEADER * len(listed):
-        raise BadFileError(f"{path} states {total:,} bytes, and those of this run are at most {most:,}: nothing was read.")
+    manifest = _manifest(folder / MANIFEST, most)
     tensors, told = {}, dict[str, Any]()
-    for name, (size, digest) in listed.items():
-        raw = atomic.read(folder / name, size)
-        if hashlib.sha256(raw).hexdigest() != digest:
+    for name, stated in manifest["files"].items():
+        raw = atomic.read(folder / name, stated["size"])
+        if hashlib.sha256(raw).hexdigest() != stated["sha256"]:
             raise BadFileError(f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST}.")
         if name == STATE:
-            told = atomic.json_object(folder / name, raw, "the state of a run")
+            told = atomic.json_object(folder / name, raw)
         elif name.endswith(TENSORS):
             tensors[name.removesuffix(TENSORS)] = from_bytes(folder / name, raw)
     try:
-        found = State(**migrate(schema, told, manifest), tensors=tensors)
-        wrong = [each.name for each in fields(State) if type(getattr(found, each.name)) is not type(getattr(BLANK, each.name))]
+        found = State(**migrate(manifest["schema"], told, manifest), tensors=tensors)
+        for each in fields(State):
+            if type(value := getattr(found, each.name)) is not type(getattr(BLANK, each.name)):
+                raise TypeError(f"{each.name} is {value!r}")
     except (KeyError, TypeError) as error:
         raise BadFileError(f"{folder / STATE} is not the state of a run ({error}).") from error
-    if wrong:
-        raise BadFileError(f"{folder / STATE} is not the state of a run: {wrong[0]} is {getattr(found, wrong[0])!r}.")
     if found.step != step:
         raise BadFileError(f"{folder} was renamed: it holds step {found.step}.")
     return found
+
+
+def _manifest(path: Path, most: int | None) -> dict[str, Any]:
+    """What manifest.json says, if this version can read it and it lists nothing but files beside it."""
+    raw = atomic.read(path, most=LARGEST_MANIFEST)
+    told = atomic.json_object(path, raw)
+    atomic.check_seal(path, told, raw)
+    schema, files = told.get("schema"), told.get("files")
+    if type(schema) is int and schema > SCHEMA:
+        raise BadFileError(f"{path} is of a newer dmst: its schema is {schema}, and this one reads {SCHEMA}. Update dmst.")
+    try:
+        total = sum(stated["size"] for stated in files.values() if isinstance(stated["sha256"], str))
+        if type(schema) is not int or schema < 1 or not all(map(LISTED.fullmatch, files)):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadFileError(f"{path} is not the manifest of a checkpoint: nothing was read.") from error
+    if most is not None and total > most + LONGEST_HEADER * len(files):
+        raise BadFileError(f"{path} states {total:,} bytes, and those of this run are at most {most:,}: nothing was read.")
+    return told
 
 
 BLANK = State(0)
@@ -158,7 +160,6 @@ class RunFolder:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None
-        self._was: os.stat_result | None = None  # the folder of the checkpoints, as it was found
         self._most: int | None = None  # bytes that a checkpoint may state
         self._good: set[int] = set()  # steps that were written or verified here
 
@@ -173,7 +174,6 @@ class RunFolder:
             if self.checkpoints.is_symlink():
                 raise OptionError(f"{self.checkpoints} is a link, and links are not followed: move what it leads to here.")
             self.checkpoints.mkdir(exist_ok=True)
-            self._was = os.lstat(self.checkpoints)
             self._sweep()
             atomic.sync(self.path)
         except BlockingIOError as error:
@@ -264,19 +264,12 @@ class RunFolder:
         atomic.write_text(path, text)
 
     def check_held(self, path: Path, size: int = 0) -> None:
-        """Before `path` is written: our lock must still be the one that another run would find, and the checkpoints ours."""
-        if self._lock is None or self._was is None:
+        """Before `path` is written: our lock must still be the one that another run would find."""
+        if self._lock is None:
             raise OptionError(f"{self.path} is not held: use it inside `with RunFolder(...) as run:`.")
-        for was, where, what in (
-            (os.fstat(self._lock), self.path / "lock", "the folder of the run"),
-            (self._was, self.checkpoints, "the folder of its checkpoints"),
-        ):
-            try:
-                same = os.path.samestat(was, os.lstat(where))
-            except OSError:
-                same = False
-            if not same:
-                raise atomic.failed(path, OSError(errno.ENOENT, f"{what} was moved away or replaced"), size)
+        lock = self.path / "lock"
+        if not lock.exists() or not os.path.samestat(os.fstat(self._lock), os.lstat(lock)):
+            raise atomic.failed(path, OSError(errno.ENOENT, "the folder of the run was moved away or replaced"), size)
 
     def _folder(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
@@ -327,7 +320,7 @@ def take_lock(path: Path) -> int:
         if not LOCK.fullmatch(text):
             raise OptionError(f"{path} is not the lock of a run: move it away, or choose another folder.")
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(handle), os.lstat(path)):
+        if not path.exists() or not os.path.samestat(os.fstat(handle), os.lstat(path)):
             raise BlockingIOError(errno.EAGAIN, "it was replaced since it was opened")
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)

@@ -83,9 +83,13 @@ def load_model(
     a folder of the same form without hashes, such as timm's `save_for_hf(..., safe_serialization=True)` writes.
     """
     folder = _found(Path(folder))
-    told = _read_config(folder / CONFIG)
+    told = _read_config(folder / CONFIG, unverified)
+    size, digest = None, ""
     try:
-        config = _verified_config(folder, told) if "dmst" in told else _foreign_config(folder, told, unverified)
+        if "dmst" in told:
+            config, size, digest = _own_config(folder / CONFIG, told)
+        else:
+            config = _foreign_config(folder / CONFIG, told)
     except TypeError as error:  # a keyword that no signature takes
         raise BadFileError(f"{folder / CONFIG} is not a valid config: {error}.") from error
     if num_classes not in (None, config.num_classes):
@@ -94,9 +98,14 @@ def load_model(
             f"load them without it, then model.reset_classifier({num_classes})."
         )
     model = VisionModel(config, device="meta")
-    weights = _read_weights(folder, told, model)
+    path, wanted = folder / WEIGHTS, model.state_dict()
+    raw = atomic.read(path, size, most=LONGEST_HEADER + 8 * sum(x.numel() for x in wanted.values()), links=True)
+    if digest and hashlib.sha256(raw).hexdigest() != digest:
+        raise BadFileError(f"{path} is damaged: its sha256 is not the one in {CONFIG}. Copy it again.")
+    weights = from_bytes(path, raw)
+    fit(weights, wanted, f"{path} for {config.name}", any_float=True)
     model.load_state_dict({name: x.to(device) for name, x in weights.items()}, strict=True, assign=True)
-    model.class_names = _class_names(folder, told, config.num_classes)
+    model.class_names = _class_names(told, config.num_classes)
     if isinstance(stated := told.get("pretrained_cfg"), dict):
         normalise(model.pretrained_cfg, stated.get("mean"), stated.get("std"))
     return model.eval()
@@ -167,79 +176,48 @@ def _found(folder: Path) -> Path:
     return inside if inside.is_dir() and not (folder / CONFIG).exists() else folder
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path, unverified: bool) -> dict[str, Any]:
     if not path.exists():
         raise BadFileError(f"{path} cannot be read: there is none, and a saved model is a folder with {WEIGHTS} and {CONFIG}.")
     raw = atomic.read(path, most=LARGEST_CONFIG, links=True)  # caches of models are made of links
-    told = atomic.json_object(path, raw, "the config of a model")
+    told = atomic.json_object(path, raw)
     if "self_sha256" in told or "dmst" in told:
         atomic.check_seal(path, told, raw)
+    elif not unverified:
+        raise BadFileError(f"{path} has no sha256, so damage could not be detected: pass unverified=True to load it anyway.")
     return told
 
 
-def _stated(folder: Path, told: dict[str, Any]) -> tuple[int, Any, dict[str, Any]]:
-    """Size and sha256 of the weights, and the config, as they are stated."""
+def _own_config(path: Path, told: dict[str, Any]) -> tuple[ModelConfig, int, str]:
+    """What save_model wrote: the config, size and sha256 of the weights."""
     try:
-        stated, written = told["dmst"]["files"][WEIGHTS], told["dmst"]["config"]
-        size, digest = stated["size"], stated["sha256"]
-    except (KeyError, TypeError) as error:
-        raise BadFileError(f"{folder / CONFIG} has no entry {error}: it was not written by save_model.") from error
-    if type(size) is not int or not isinstance(written, dict):
-        raise BadFileError(f"{folder / CONFIG} has no config or no size: it was not written by save_model.")
-    return size, digest, written
-
-
-def _verified_config(folder: Path, told: dict[str, Any]) -> ModelConfig:
-    _, _, written = _stated(folder, told)
-    unknown = set(written) - {f.name for f in fields(ModelConfig)}
-    if unknown:
-        version = told["dmst"].get("version")
+        stated, written = told["dmst"]["files"][WEIGHTS], dict(told["dmst"]["config"])
+        size, digest = int(stated["size"]), str(stated["sha256"])
+    except (KeyError, TypeError, ValueError) as error:
         raise BadFileError(
-            f"{folder / CONFIG} was written by dmst {version} and says {sorted(unknown)}, unknown to {dmst.__version__}."
-        )
+            f"{path} was not written by save_model: size, sha256 and config are not as it states them ({error})."
+        ) from error
+    if unknown := sorted(set(written) - {each.name for each in fields(ModelConfig)}):
+        version = told["dmst"].get("version")
+        raise BadFileError(f"{path} was written by dmst {version} and says {unknown}, unknown to {dmst.__version__}.")
     if isinstance(written.get("operator"), str) and written["operator"] not in OPERATORS:
         raise BadFileError(
-            f"{folder / CONFIG}: the model was saved with operator {written['operator']!r}, which is not in dmst.OPERATORS. "
-            f"{REMEDY}"
+            f"{path}: the model was saved with operator {written['operator']!r}, which is not in dmst.OPERATORS. {REMEDY}"
         )
-    return ModelConfig(**written)
+    return ModelConfig(**written), size, digest
 
 
-def _class_names(folder: Path, told: dict[str, Any], classes: int) -> tuple[str, ...]:
-    names = told.get("label_names")
-    if names is None:
-        return ()
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) != classes:
-        if "dmst" not in told:  # timm's may name fewer or describe them otherwise: then there are none
-            return ()
-        raise BadFileError(f"{folder / CONFIG}: label_names must be {classes} names, one per class.")
-    return tuple(names)
-
-
-def _foreign_config(folder: Path, told: dict[str, Any], unverified: bool) -> ModelConfig:
-    if not unverified:
-        raise BadFileError(
-            f"{folder / CONFIG} has no sha256, so damage could not be detected: pass unverified=True to load it anyway."
-        )
-    if not isinstance(told.get("architecture"), str):
-        raise BadFileError(f"{folder / CONFIG} names no architecture.")
+def _foreign_config(path: Path, told: dict[str, Any]) -> ModelConfig:
+    """What timm wrote."""
     args = told.get("model_args") or {}
-    if not isinstance(args, dict) or "name" in args:
-        raise BadFileError(f"{folder / CONFIG}: model_args is {args!r}, not options of {told['architecture']}.")
-    args = dict(args)
-    for key in ("num_classes", "global_pool"):
-        if key in told:
-            args.setdefault(key, told[key])
-    return model_config(told["architecture"], **args)
+    if not isinstance(told.get("architecture"), str) or not isinstance(args, dict) or "name" in args:
+        raise BadFileError(f"{path} is no config of a model: it needs a text architecture, and options as model_args.")
+    own = {key: told[key] for key in ("num_classes", "global_pool") if key in told}
+    return model_config(told["architecture"], **own | args)
 
 
-def _read_weights(folder: Path, told: dict[str, Any], model: VisionModel) -> dict[str, Tensor]:
-    """The tensors of `model`: their bytes, no more than it can have; their hash; then their names, shapes and values."""
-    path, wanted = folder / WEIGHTS, model.state_dict()
-    size, digest, _ = _stated(folder, told) if "dmst" in told else (None, None, {})
-    raw = atomic.read(path, size, most=LONGEST_HEADER + 8 * sum(x.numel() for x in wanted.values()), links=True)
-    if digest is not None and hashlib.sha256(raw).hexdigest() != digest:
-        raise BadFileError(f"{path} is damaged: its sha256 is not the one in {CONFIG}. Copy it again.")
-    weights = from_bytes(path, raw)
-    fit(weights, wanted, f"{path} for {model.config.name}", any_float=True)
-    return weights
+def _class_names(told: dict[str, Any], classes: int) -> tuple[str, ...]:
+    """None where timm's config names fewer, or describes them otherwise."""
+    names = told.get("label_names")
+    fits = isinstance(names, list) and len(names) == classes and all(isinstance(name, str) for name in names)
+    return tuple(names) if fits else ()

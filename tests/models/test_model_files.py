@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from dmst.errors import BadFileError, DmstError, FullDiskError, OptionError
 from dmst.models import VisionModel, create_model, load_model, save_model
 from dmst.operators import DMSA, OPERATORS
 from dmst.operators.orthonormal import is_orthonormal
-from tests.forged import CONFIG, WEIGHTS, Change, forge, grown, header_length, pickled, put, seal, with_header
+from tests.forged import CONFIG, WEIGHTS, Change, forge, grown, harmed, header_length, pickled, put, seal, with_header
 
 BOTH = [CONFIG, WEIGHTS]
 SMALL: dict[str, Any] = {"dim": 16, "depth": 1, "num_heads": 2, "img_size": 16, "num_classes": 3}
@@ -114,25 +113,15 @@ def test_options_and_shapes_come_back(tmp_path: Path) -> None:
 
 
 def test_saving_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    model = tiny().train()
+    model = tiny(depth=2).train()
+    model.blocks[1].norm.weight = model.blocks[0].norm.weight  # written twice
+    model.reset_classifier(7)
     model.set_grad_checkpointing()
     model.compile(backend="eager")  # in place: the names of the weights stay
     before = {key: x.clone() for key, x in model.state_dict().items()}
     loaded = load_model(save_model(model, tmp_path / "saved"))
-    assert model.training and not loaded.training
+    assert model.training and not loaded.training and loaded.num_classes == 7
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items()) and same(loaded, model)
-
-
-def test_another_classifier_is_kept(tmp_path: Path) -> None:
-    model = tiny()
-    model.reset_classifier(7)
-    loaded = load_model(save_model(model, tmp_path / "seven"), num_classes=7)
-    assert loaded.num_classes == 7 and same(loaded, model)
-    model.reset_classifier(0, "avg")
-    loaded = load_model(save_model(model, tmp_path / "none"))
-    assert (loaded.num_classes, loaded.global_pool) == (0, "avg")
-    x = images(model)
-    assert torch.equal(loaded(x), model(x)) and loaded(x).shape == (2, 16)
 
 
 def test_another_number_of_classes_is_named(folder: Path) -> None:
@@ -161,41 +150,31 @@ def test_layout(tmp_path: Path) -> None:
     assert stored.keys() == model.state_dict().keys()
 
 
-def compiled(model: nn.Module) -> Any:
-    return torch.compile(model, backend="eager")
-
-
-@pytest.mark.parametrize("wrap", [nn.DataParallel, compiled, lambda m: m.blocks, lambda m: m.state_dict()])
-def test_only_a_model_is_saved(wrap: Callable, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"takes a VisionModel of this package, not .*: unwrap it first"):
-        save_model(wrap(tiny()), tmp_path / "saved")
+def test_only_a_model_is_saved(tmp_path: Path) -> None:
+    for wrapped in (nn.DataParallel(tiny()), torch.compile(tiny(), backend="eager"), tiny().state_dict()):
+        with pytest.raises(OptionError, match=r"takes a VisionModel of this package, not .*: unwrap it first"):
+            save_model(wrapped, tmp_path / "saved")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="meta device"):
+        save_model(tiny().to("meta"), tmp_path / "saved")
     assert names(tmp_path) == []
 
 
-def spoil(model: VisionModel, how: str) -> None:
-    with torch.no_grad():
-        if how == "NaN":
-            model.head.weight[0, 0] = torch.nan
-        elif how == "infinity":
-            model.stem.layers[1].running_var[0] = torch.inf
-        elif how == "mixes torch.float32, torch.float64":
-            model.head.double()
-        elif how == "missing 2":
-            model.prune_intermediate_layers(1, prune_norm=True, prune_head=False)
-        else:
-            model.extra = nn.Parameter(torch.ones(2))
+SPOILT: dict[str, Callable[[VisionModel], Any]] = {
+    "holds NaN": lambda model: model.head.weight.data.fill_(torch.nan),
+    "mixes torch.float32, torch.float64": lambda model: model.head.double(),
+    "missing 2": lambda model: model.prune_intermediate_layers(1, prune_norm=True, prune_head=False),
+    "unknown 1": lambda model: setattr(model, "extra", nn.Parameter(torch.ones(2))),
+}
 
 
-@pytest.mark.parametrize("how", ["NaN", "infinity", "mixes torch.float32, torch.float64", "missing 2", "unknown 1"])
-def test_what_could_not_be_loaded_is_not_written(how: str, folder: Path) -> None:
+@pytest.mark.parametrize("why", SPOILT)
+def test_what_could_not_be_loaded_is_not_written(why: str, folder: Path) -> None:
     """Not even over an old one: hours later it would be too late to learn of it."""
-    model = tiny()
-    spoil(model, how)
-    with pytest.raises(OptionError, match=how):
+    model, old = tiny(), load_model(folder)
+    SPOILT[why](model)
+    with pytest.raises(OptionError, match=why):
         save_model(model, folder, overwrite=True)
-    with pytest.raises(OptionError, match=how):
-        save_model(model, folder.parent / "new")
-    assert names(folder.parent) == ["saved"] and load_model(folder).num_classes == 3
+    assert names(folder.parent) == ["saved"] and same(load_model(folder), old)
 
 
 # --- what is already there -------------------------------------------------------------------------------------------
@@ -211,48 +190,21 @@ def test_an_existing_folder_is_refused_and_overwritten_on_request(folder: Path) 
     assert names(folder) == BOTH and names(folder.parent) == ["saved"]
 
 
-def occupy(place: Path, what: str) -> None:
+@pytest.mark.parametrize("what", ["file", "link to nowhere", "foreign folder", "saved model and more", "folder in it"])
+def test_what_is_not_a_saved_model_is_never_deleted(what: str, tmp_path: Path) -> None:
+    place = tmp_path / "place"
     if what == "file":
         place.write_text("mine")
     elif what == "link to nowhere":
         place.symlink_to(place.parent / "gone")
-    elif what == "link to itself":
-        place.symlink_to(place)
     else:
-        place.mkdir()
-        if what != "empty folder":
-            (place / ("notes.txt" if what == "foreign folder" else CONFIG)).write_text("mine")
-        if what == "saved model and more":
-            (place / WEIGHTS).write_bytes(b"")
-            (place / "notes.txt").write_text("mine")
-        if what == "folders of those names":
-            (place / CONFIG).unlink()
-            (place / WEIGHTS).mkdir()
-            (place / WEIGHTS / "notes.txt").write_text("mine")
-
-
-@pytest.mark.parametrize(
-    "what", ["file", "link to nowhere", "link to itself", "foreign folder", "saved model and more", "folders of those names"]
-)
-def test_what_is_not_a_saved_model_is_never_deleted(what: str, tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    occupy(place, what)
-    before = {p: (p.is_symlink() and os.readlink(p)) or (p.is_file() and p.read_bytes()) for p in tmp_path.rglob("*")}
+        save_model(tiny(), place) if what == "saved model and more" else place.mkdir()
+        (place / WEIGHTS).mkdir() if what == "folder in it" else (place / "notes.txt").write_text("mine")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     for overwrite in (False, True):
-        with pytest.raises(
-            OptionError, match=r"place (exists|contains files that are not of a saved model): choose another folder"
-        ):
+        with pytest.raises(OptionError, match=r"place (exists|contains files that are not of a saved model): choose another"):
             save_model(tiny(), place, overwrite=overwrite)
-        after = {p: (p.is_symlink() and os.readlink(p)) or (p.is_file() and p.read_bytes()) for p in tmp_path.rglob("*")}
-        assert after == before
-
-
-def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
-    occupy(tmp_path / "place", "empty folder")
-    with pytest.raises(OptionError, match="exists"):
-        save_model(tiny(), tmp_path / "place")
-    assert load_model(save_model(tiny(), tmp_path / "place", overwrite=True))
-    assert names(tmp_path) == ["place"]
+        assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 
 def test_a_link_to_a_folder_is_replaced_not_followed(folder: Path) -> None:
@@ -308,28 +260,34 @@ def test_the_old_model_stays_until_the_new_one_is_complete(
 
 
 def test_every_flipped_bit_and_every_truncation_is_refused(folder: Path, untouched: None) -> None:
-    draw = random.Random(0)
+    draw, other = random.Random(0), save_model(tiny(), folder.parent / "other")
     for name in BOTH:
         whole = (folder / name).read_bytes()
-        head = header_length(whole) if name == WEIGHTS else len(whole)
-        harmed = [whole[:cut] for cut in (0, 1, 7, 8, 9, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(20)))]
-        harmed += [whole + b"\0", whole + b"\n", whole + whole, b"\xef\xbb\xbf" + whole]
-        for size in [head] * 60 + [len(whole)] * 60:
-            bit, flipped = draw.randrange(8 * size), bytearray(whole)
-            flipped[bit // 8] ^= 1 << bit % 8
-            harmed.append(bytes(flipped))
-        for raw in harmed:
+        for raw in [*harmed(whole, draw, 60), *([(other / name).read_bytes()] if name == WEIGHTS else [])]:
             (folder / name).write_bytes(raw)
             with pytest.raises(BadFileError):
                 load_model(folder)
         (folder / name).write_bytes(whole)
 
 
-def test_files_of_two_models_do_not_mix(folder: Path) -> None:
-    other = save_model(tiny(), folder.parent / "other")
-    shutil.copy(other / WEIGHTS, folder / WEIGHTS)
-    with pytest.raises(BadFileError, match=r"sha256 is not the one in config\.json\. Copy it again"):
-        load_model(folder)
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("what", ["missing", "folder", "link to itself", "pipe", "link to a device", "html"])
+@pytest.mark.parametrize("unverified", [False, True])
+def test_something_else_in_place_of_a_file(what: str, name: str, unverified: bool, folder: Path, untouched: None) -> None:
+    if unverified:
+        foreign(folder)
+    path = folder / name
+    path.unlink()
+    if what == "folder":
+        path.mkdir()
+    elif what == "pipe":  # would be waited for
+        os.mkfifo(path)
+    elif what.startswith("link"):
+        path.symlink_to(path if what == "link to itself" else "/dev/zero")  # which never ends
+    elif what == "html":
+        path.write_bytes(b"<!doctype html>" * 50)
+    with pytest.raises(BadFileError, match=name):
+        load_model(folder, unverified=unverified)
 
 
 # --- what somebody else wrote ----------------------------------------------------------------------------------------
@@ -357,10 +315,6 @@ def test_a_forged_folder_loads_if_it_is_right(folder: Path) -> None:
     assert torch.equal(load_model(folder).head.bias, weights["head.bias"])
 
 
-def other_keys(w: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"module.{key}": x for key, x in w.items()}
-
-
 def with_value(key: str, value: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return lambda w: w | {key: value}
 
@@ -380,7 +334,11 @@ def test_a_crate_from_before_its_eps_was_stated_keeps_the_one_it_was_trained_wit
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(other_keys, r"for dmst_tiny_patch16_224 does not fit: missing \d+ .*; unknown \d+ ", id="keys"),
+        pytest.param(
+            lambda w: {f"module.{k}": x for k, x in w.items()},
+            r"for dmst_tiny_patch16_224 does not fit: missing \d+ .*; unknown \d+ ",
+            id="keys",
+        ),
         pytest.param(lambda w: {}, r"missing \d+ ", id="empty"),
         pytest.param(with_value("extra", torch.ones(1)), r"unknown 1 \(extra", id="one more"),
         pytest.param(with_value("head.bias", torch.ones(4)), r"head\.bias is .* \(4,\), and .* \(3,\) is needed", id="shape"),
@@ -399,12 +357,6 @@ def test_weights_that_do_not_fit_are_named(change: Callable, message: str, verif
         foreign(folder)
     with pytest.raises(BadFileError, match=message):
         load_model(folder, unverified=not verified)
-
-
-def test_another_float_for_all_weights_is_the_models_dtype(folder: Path) -> None:
-    for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        model = load_model(forge(folder, {WEIGHTS: safetensors.torch.save(as_dtype(dtype)(tensors(folder)))}))
-        assert {x.dtype for x in model.parameters()} == {dtype}
 
 
 def test_any_header_under_right_hashes_loads_or_is_refused(folder: Path) -> None:
@@ -454,33 +406,6 @@ def test_no_pickle_is_ever_run(how: str, name: str, folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize("what", ["missing", "folder", "link to itself", "zeros", "html"])
-@pytest.mark.parametrize("unverified", [False, True])
-def test_something_else_in_place_of_a_file(what: str, name: str, unverified: bool, folder: Path, untouched: None) -> None:
-    if unverified:
-        foreign(folder)
-    path = folder / name
-    path.unlink()
-    if what == "folder":
-        path.mkdir()
-    elif what.startswith("link"):
-        path.symlink_to(path if what == "link to itself" else folder / "gone")
-    elif what != "missing":
-        path.write_bytes(bytes(999) if what == "zeros" else b"<!doctype html>" * 50)
-    with pytest.raises(BadFileError, match=name):
-        load_model(folder, unverified=unverified)
-
-
-@pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize("what", ["pipe", "link to a device"])
-def test_what_would_be_waited_for_or_never_ends(what: str, name: str, folder: Path, untouched: None) -> None:
-    (folder / name).unlink()
-    os.mkfifo(folder / name) if what == "pipe" else (folder / name).symlink_to("/dev/zero")
-    with pytest.raises(BadFileError, match=f"{name} is not a plain file"):
-        load_model(folder)
-
-
-@pytest.mark.parametrize("name", BOTH)
 def test_a_link_to_a_plain_file_is_followed(name: str, folder: Path, tmp_path: Path) -> None:
     """The caches that models come from are made of links; the hashes stand for what they lead to."""
     wanted = load_model(folder)
@@ -505,9 +430,7 @@ def test_a_folder_that_is_none(where: str, tmp_path: Path) -> None:
     [
         pytest.param(b"[" * 100_000 + b"]" * 100_000, "not JSON", id="deep list"),
         pytest.param(b'{"dmst": 1e999}', "do not match its self_sha256", id="1e999"),
-        pytest.param(b'{"self_sha256": "0"}', "do not match its self_sha256", id="only a hash"),
         pytest.param(b"null", "must hold an object", id="null"),
-        pytest.param(b'{"\xff": 1}', "not JSON", id="bad UTF-8"),
         pytest.param(b"{}", "has no sha256", id="nothing"),
         pytest.param(b" " * (2**24 + 1), "16,777,217 bytes instead of at most", id="16 MiB"),
     ],
@@ -527,12 +450,12 @@ HUGE = {"dim": 2**16, "num_classes": 10**6, "mlp_ratio": 1e6, "depth": 100}  # m
     ("change", "message"),
     [
         (put("dmst", "config", "swish", value=1), r"was written by dmst 0\.1\.0 and says \['swish'\], unknown to "),
-        (put("dmst", "config", value=[]), "has no config or no size"),
+        (put("dmst", "config", value=5), "was not written by save_model"),
         (put("dmst", "config", value={}), r"for custom does not fit: missing"),
         (put("dmst", "config", value=HUGE), r"for custom does not fit: missing"),
-        (put("dmst", "files", value={}), "has no entry 'model.safetensors'"),
+        (put("dmst", "files", value={}), "was not written by save_model"),
         (put("dmst", "files", value=[]), "was not written by save_model"),
-        (put("dmst", "files", WEIGHTS, "size", value="1"), "has no config or no size"),
+        (put("dmst", "files", WEIGHTS, "size", value="x"), "was not written by save_model"),
         (put("dmst", value=5), "was not written by save_model"),
         (put("dmst", "config", "dim", value="16"), "dim is '16'"),
         (put("dmst", "config", "operator", value="dmsb"), "saved with operator 'dmsb', which is not in dmst.OPERATORS"),
@@ -578,11 +501,11 @@ def test_hashes_that_are_there_count_also_when_unverified(folder: Path, untouche
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"architecture": 5}, "names no architecture"),
+        ({"architecture": 5}, "is no config of a model"),
         ({"architecture": "resnet50"}, "unknown model 'resnet50'"),
         ({"architecture": "dmst_tiny"}, "for dmst_tiny_patch16_224 does not fit: missing"),
         ({"architecture": "dmst_tiny", "model_args": [1, 2]}, "model_args"),
-        ({"architecture": "dmst_tiny", "model_args": {"name": "x"}}, "name"),
+        ({"architecture": "dmst_tiny", "model_args": {"name": "x"}}, "is no config of a model"),
         ({"architecture": "dmst_tiny", "model_args": {"swish": 1}}, "'swish'"),
         ({"architecture": "dmst_tiny", "num_classes": "3"}, "num_classes is '3'"),
     ],
@@ -605,28 +528,6 @@ def test_a_save_that_was_killed_between_two_renames_is_found_again(tmp_path: Pat
     assert same(load_model(tmp_path / "m [1]"), second)
 
 
-def test_a_failure_after_the_swap_is_no_failure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the swap the new model is there: saying that the old one is untouched would be a lie."""
-    sync, calls = os.fsync, []
-
-    def flaky(handle: int) -> None:
-        calls.append(handle)
-        if len(calls) == 4:  # after two files and the folder of the new model: the folder around it
-            raise OSError(errno.EIO, "no")
-        sync(handle)
-
-    monkeypatch.setattr(os, "fsync", flaky)
-    other = tiny()
-    save_model(other, folder, overwrite=True)
-    assert len(calls) == 4 and same(load_model(folder), other) and names(folder.parent) == [folder.name]
-
-
-def test_shared_weights_are_written_apart(tmp_path: Path) -> None:
-    model = tiny(depth=2)
-    model.blocks[1].norm.weight = model.blocks[0].norm.weight
-    assert same(load_model(save_model(model, tmp_path / "m")), model)
-
-
 @pytest.mark.parametrize("value", [(1, 2), {1: 2}, float("nan"), torch.float32], ids=str)
 def test_options_that_json_would_change_are_refused(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Odd(DMSA):
@@ -638,11 +539,3 @@ def test_options_that_json_would_change_are_refused(value: Any, tmp_path: Path, 
     with pytest.raises(OptionError, match="a saved model can store only text, numbers"):
         save_model(model, tmp_path / "m")
     assert names(tmp_path) == []
-
-
-HUGE = {"dim": 2**16, "num_classes": 10**6, "mlp_ratio": 1e6, "depth": 100}  # more bytes than 64 bits can count
-
-
-def test_a_model_without_values_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="meta device"):
-        save_model(tiny().to("meta"), tmp_path / "m")
