@@ -15,10 +15,10 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -36,11 +36,9 @@ from dmst.analysis.membership import gate_by_class
 from dmst.analysis.rate_page import rate_line
 from dmst.analysis.rates import LayerRates, rates_at
 from dmst.analysis.run_journal import Run
-from dmst.data import catalog
-from dmst.data.loader import Batch, EvalStream
 from dmst.engine import journal
-from dmst.engine.prepare import view_of
 from dmst.engine.recipe import Recipe, read_recipe
+from dmst.engine.samples import sample
 from dmst.engine.train_loop import FINAL, train, versions
 from dmst.errors import DmstError, OptionError, SaveError, Stopped, need
 from dmst.models import Trace, VisionModel, load_model, model_config
@@ -66,34 +64,22 @@ class Job(NamedTuple):
         return read_recipe("digits", [f"{key}={value}" for key, value in changes.items()])
 
 
-@dataclass
-class Outcome:
-    """What one run gave."""
-
-    model: str
-    seed: int
-    parameters: int
-    losses: list[float]  # mean training loss of each epoch
-    accuracies: list[float]  # on the held-out images after each epoch
-    seconds: float  # of training alone
-    images: int
-
-    @classmethod
-    def of(cls, job: Job, recipe: Recipe, folder: Path) -> Outcome:
-        """By the journal of the run."""
-        run = Run(list(journal.read(folder / journal.NAME)), recipe.to_toml())
-        steps = run.facts["steps"]
-        losses = [event["train_loss"] for event in run.evaluations]
-        accuracies = [event["model"]["top1"] for event in run.evaluations]
-        images = steps * recipe.run.batch_size
-        return cls(job.model, job.seed, run.facts["parameters"], losses, accuracies, run.pace * steps, images)
+def outcome(job: Job, recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """What one run gave, by its journal. Losses and accuracies have one number per epoch; seconds are of training alone."""
+    run = Run(list(journal.read(folder / journal.NAME)), recipe.to_toml())
+    return {
+        "model": job.model,
+        "seed": job.seed,
+        "parameters": run.facts["parameters"],
+        "losses": [event["train_loss"] for event in run.evaluations],
+        "accuracies": [event["model"]["top1"] for event in run.evaluations],
+        "seconds": run.pace * run.facts["steps"],
+        "images": run.facts["steps"] * recipe.run.batch_size,
+    }
 
 
 def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = 16, workers: int | None = None) -> Path:
     """Train, print the table, write the report; returns its path."""
-    for name, value in (("seeds", seeds), ("epochs", epochs), ("workers", 1 if workers is None else workers)):
-        if type(value) is not int or value < 1:
-            raise OptionError(f"{name} is {value!r}: it must be a whole number, at least 1.")
     need("sklearn.datasets", "demo")  # a missing library is said before anything starts
     out, console = Path(out), Terminal()
     jobs = [Job("vit_digits", 0), *(Job("dmst_digits", seed) for seed in range(seeds)), Job("tost_digits", 0)]
@@ -107,9 +93,9 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = 16,
     except KeyboardInterrupt:
         words = f"The demo was stopped. It is saved in {out}: run the same command again to continue."
         raise Stopped(words, signal.SIGINT) from None
-    outcomes = [Outcome.of(job, recipe, out / job.folder) for job, recipe in recipes.items()]
+    outcomes = [outcome(job, recipe, out / job.folder) for job, recipe in recipes.items()]
     first = Job("dmst_digits", 0)
-    record = {"recipe": recipes[first].tables(promise=False), "versions": versions(), "runs": list(map(asdict, outcomes))}
+    record = {"recipe": recipes[first].tables(promise=False), "versions": versions(), "runs": outcomes}
     atomic.write_text(out / "results.json", json.dumps(record, indent=1) + "\n")
     table = Table("network", "attention", "held-out accuracy", "runs", "parameters", "training images/s")
     for row in summary(outcomes):
@@ -145,11 +131,10 @@ def make_ready(out: Path, console: Terminal) -> None:
 
 def train_all(recipes: Mapping[Job, Recipe], out: Path, workers: int, console: Terminal) -> None:
     """Every job in its folder below `out`, `workers` at a time, with a bar for each. Runs that had ended are not repeated."""
-    context = multiprocessing.get_context("spawn")
-    stop = context.Event()
+    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("epochs"), TimeElapsedColumn())
     with (
-        ProcessPoolExecutor(workers, context, _begin, (stop,)) as pool,
+        ProcessPoolExecutor(workers, context, _begin) as pool,
         Progress(*bar, TextColumn("{task.fields[score]}"), console=console) as progress,
     ):
         bars = {
@@ -172,105 +157,94 @@ def train_all(recipes: Mapping[Job, Recipe], out: Path, workers: int, console: T
             hint = "a script must call run_demo under `if __name__ == '__main__':`"
             raise DmstError(f"the demo stopped: a process ended without a word ({hint}).") from None
         finally:
-            stop.set()
+            for process in set(multiprocessing.active_children()) - others if running else ():
+                process.terminate()  # a run finishes its step, and the engine saves it
             pool.shutdown(cancel_futures=True)
 
 
-_stop: Any = None  # of a worker: set when its run has to end
-
-
-def _begin(stop: Any) -> None:
-    global _stop
-    _stop = stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which sets `stop`
+def _begin() -> None:
+    """A process for runs: one thread, and no longer life than its parent's."""
+    os.setpgrp()  # Ctrl-C is for the parent, which ends its processes by SIGTERM
     torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # type: ignore[union-attr]
 
 
 def _train(recipe: Recipe, folder: Path) -> str:
-    """One run, in a process of its own; returns why it failed, if it did."""
+    """One run; returns why it failed, if it did."""
     try:
-        train(recipe, folder, device="cpu", listeners=[_listen])
+        train(recipe, folder, device="cpu")
+    except Stopped:
+        os._exit(1)  # it is saved; do not begin another one
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def _listen(values: Mapping[str, Any], step: int) -> None:
-    """At every event of a run: it ends when it has to, and the engine saves it."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():
-        os._exit(1)  # nobody is waiting for the rest
-    if _stop.is_set():
-        signal.raise_signal(signal.SIGTERM)
-
-
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-def summary(outcomes: list[Outcome]) -> list[tuple[str, ...]]:
+def summary(outcomes: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """A row for each network: name, operator, accuracy, runs, parameters, speed on one core."""
     rows: list[tuple[str, ...]] = []
     for name in COLOURS:
-        runs = [run for run in outcomes if run.model == name]
-        read = torch.tensor([run.accuracies[-1] for run in runs], dtype=torch.float64)
+        runs = [run for run in outcomes if run["model"] == name]
+        read = torch.tensor([run["accuracies"][-1] for run in runs], dtype=torch.float64)
         spread = f" ± {read.std() * 100:.1f}" if len(runs) > 1 else ""
-        speed = sum(run.images for run in runs) / sum(run.seconds for run in runs)
+        speed = sum(run["images"] for run in runs) / sum(run["seconds"] for run in runs)
         accuracy = f"{read.mean() * 100:.1f} %{spread}"
-        rows.append((name, model_config(name).operator, accuracy, str(len(runs)), f"{runs[0].parameters:,}", f"{speed:,.0f}"))
+        rows.append(
+            (name, model_config(name).operator, accuracy, str(len(runs)), f"{runs[0]['parameters']:,}", f"{speed:,.0f}")
+        )
     return rows
 
 
-def held_out(model: VisionModel) -> Batch:
-    """The held-out digits, as the network takes them."""
-    image_set = catalog.open_set("digits", "test")
-    return next(iter(EvalStream(image_set, view_of(model), batch_size=len(image_set))))
-
-
-def write_page(path: Path, outcomes: list[Outcome], recipe: Recipe, dmst: VisionModel, tost: VisionModel) -> Path:
+def write_page(path: Path, outcomes: list[dict[str, Any]], recipe: Recipe, dmst: VisionModel, tost: VisionModel) -> Path:
     """Maps, gates, rates and mistakes are those of the first runs, on the held-out digits."""
-    unseen = held_out(dmst)
-    labels, digits = unseen.labels.tolist(), [str(digit) for digit in range(10)]
+    ((images, truth),) = sample(dmst, "digits", batch_size=1000)
+    assert truth is not None
+    labels, digits = truth.tolist(), [str(digit) for digit in range(10)]
     with torch.no_grad():
-        mine, other = dmst.trace(unseen.images), tost.trace(unseen.images)
+        mine, other = dmst.trace(images), tost.trace(images)
     gates: list[Tensor] = [layer.parts.gate for layer in mine.layers]  # type: ignore[misc]
-    rates = {name: rates_at(model, unseen.images, ("input", "output")) for name, model in (("dmst", dmst), ("tost", tost))}
+    rates = {name: rates_at(model, images, ("input", "output")) for name, model in (("dmst", dmst), ("tost", tost))}
     examples = [labels.index(digit) for digit in range(10)]
-    views = [_view(f"layer {i}", dmst, mine, i, unseen.images, examples) for i in range(len(gates))]
+    views = [_view(f"layer {i}", dmst, mine, i, images, examples) for i in range(len(gates))]
     last = len(other.layers) - 1
-    views.append(_view(f"ToST, layer {last}", tost, other, last, unseen.images, examples))
+    views.append(_view(f"ToST, layer {last}", tost, other, last, images, examples))
     sure, says = mine.logits.softmax(-1).max(-1)
-    wrong = (says != unseen.labels).nonzero().flatten()
+    wrong = (says != truth).nonzero().flatten()
     surest = wrong[sure[wrong].argsort(descending=True)][:MOST_MISTAKES].tolist()
     return report.write(
         path,
         "demo.html",
         title="DMST reads digits: a transformer you can look into",
         outcomes=outcomes,
-        runs=[run for run in outcomes if run.model == "dmst_digits"],
+        runs=[run for run in outcomes if run["model"] == "dmst_digits"],
         summary=summary(outcomes),
         losses=_curves(outcomes, "losses"),
         accuracies=_curves(outcomes, "accuracies", 100),
         views=views,
         chosen=len(gates) - 1,
-        gates=torch.cat([gate_by_class(gate, unseen.labels, 10) for gate in gates], 1).tolist(),
+        gates=torch.cat([gate_by_class(gate, truth, 10) for gate in gates], 1).tolist(),
         heads=gates[0].shape[1],
         on=[(gate != 0).double().sum(-1).mean().item() for gate in gates],
         rates=rates,
         rate_lines={quantity: _rate_lines(rates, quantity) for quantity in ("variational", "complete")},
         count=len(labels),
         wrong=len(wrong),
-        mistakes=pictures.photos(dmst, unseen.images[surest], [labels[i] for i in surest], digits) if surest else [],
+        mistakes=pictures.photos(dmst, images[surest], [labels[i] for i in surest], digits) if surest else [],
         recipe=recipe,
         usual=read_recipe("digits").schedule.epochs,
         versions=", ".join(f"{name} {version}" for name, version in versions().items()),
     )
 
 
-def _curves(outcomes: list[Outcome], what: str, scale: float = 1) -> list[Line]:
+def _curves(outcomes: list[dict[str, Any]], what: str, scale: float = 1) -> list[Line]:
     """A line for each network: the mean of its runs, in a band from the lowest to the highest."""
     lines = []
     for name, colour in COLOURS.items():
-        rows = [getattr(run, what) for run in outcomes if run.model == name]
+        rows = [run[what] for run in outcomes if run["model"] == name]
         epochs = [[scale * value for value in epoch] for epoch in zip(*rows, strict=True)]
         mean, low, high = ([each(epoch) for epoch in epochs] for each in (fmean, min, max))
         line = Line(name.removesuffix("_digits"), range(1, len(mean) + 1), mean, colour=colour)

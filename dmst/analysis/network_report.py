@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dmst.analysis import report
 from dmst.analysis.answers import Answers, answers, counted
-from dmst.analysis.certificates import Certificate, certify
+from dmst.analysis.certificates import certify
 from dmst.analysis.charts import Line
 from dmst.analysis.membership import gate_by_class
 from dmst.analysis.pictures import class_name, maps_of, photos
@@ -52,7 +52,7 @@ def write_network_report(
     `measured`: what is known of its accuracy, for images without labels. `titles`: what each image is called, if it has a name.
     """
     found = answers(model, images, tick)
-    rates, certificate = rates_at(model, images, tick=tick), certify(model, images)
+    rates = rates_at(model, images, tick=tick)
     if found.labelled:
         measured = counted(found, name, model.num_classes)
     return _write(
@@ -64,8 +64,7 @@ def write_network_report(
         measured=measured,
         rates=rates["input"],
         rate_lines=_rate_lines(rates),
-        certificate=certificate,
-        certified=_certified(certificate),
+        certificate=certify(model, images),
         gates=_gates(found, _classes(model)),
         pictures=list(_gallery(model, images, found, titles)),
         titles=titles,
@@ -145,17 +144,6 @@ def _rate_lines(rates: Mapping[str, LayerRates]) -> dict[str, list[Line]]:
     }
 
 
-def _certified(found: Certificate) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for layer in found.layers:
-        if layer is not None:
-            rate, step, reread = (layer.total[name].mean for name in ("rate", "frozen", "reread"))
-            raising = ", ".join(map(str, layer.raising)) or "none"
-            shares = (f"{layer.descends:.0%}", f"{layer.guaranteed:.0%}", raising)
-            rows.append((str(layer.layer), f"{rate:.2f}", f"{step:+.2f}", *shares, f"{reread:+.2f}"))
-    return rows
-
-
 def _gates(found: Answers, classes: Sequence[str]) -> dict[str, Any] | None:
     layers = [(i, gate) for i, gate in enumerate(found.gates) if gate is not None]
     if not layers or not found.labelled or len(classes) > MOST_CLASSES:
@@ -164,8 +152,8 @@ def _gates(found: Answers, classes: Sequence[str]) -> dict[str, Any] | None:
     return {
         "values": torch.cat(use, 1).tolist(),
         "rows": [short(name, 14) for name in classes],
-        "columns": [f"h{k}" for each in use for k in range(each.shape[1])],
-        "groups": [(f"layer {i}", gate.shape[1]) for i, gate in layers],
+        "layers": [i for i, _ in layers],
+        "heads": use[0].shape[1],
         "high": max(max(each.nan_to_num().max().item() for each in use), 1e-9),
         "on": ", ".join(f"{(gate != 0).double().sum(-1).mean():.1f} in layer {i}" for i, gate in layers),
     }

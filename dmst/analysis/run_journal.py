@@ -21,6 +21,7 @@ from dmst.analysis.pictures import evenly
 Event = dict[str, Any]
 MOST_POINTS = 40  # of a line, whose dots then stand apart
 WEIGHTS = {"model": "the last weights", "ema": "the averaged weights"}
+SIGNALS = {each.value: each.name for each in signal.Signals}
 COLOURS = {"model": "c2", "ema": "c3"}
 
 
@@ -77,7 +78,7 @@ class Run:
             at = f"{when(event.get('time'))}, step {event.get('step', 0):,}"
             if event.get("event") == "stopped":
                 reason = str(event.get("reason") or "").rstrip(".")  # of a run that was ended by what its layers did
-                by = f"ended: {reason}" if reason else f"stopped by {signal_name(event.get('signal'))}"
+                by = f"ended: {reason}" if reason else f"stopped by {SIGNALS.get(event.get('signal'), 'a signal')}"
                 went_on = f"; continued, next entry at {when(after.get('time'))}" if after else ""
                 yield f"{at}: {by}{went_on}.", []
             if event.get("event") == "start" and event is not self.starts[0]:
@@ -88,11 +89,11 @@ def learning_curves(run: Run) -> dict[str, list[Line]]:
     shown = evenly(run.evaluations, MOST_POINTS)
     epochs = numbers(shown, "epoch")
     losses = [binned(run.steps, "loss", "training (augmented)")]
-    accuracies = [Line("training (augmented)", epochs, percent(shown, "train_accuracy"), dashed=True)]
+    accuracies = [Line("training (augmented)", epochs, [100 * x for x in numbers(shown, "train_accuracy")], dashed=True)]
     for name in run.scores:
         word = f"evaluation, {WEIGHTS[name]}"
         losses.append(Line(word, epochs, numbers(shown, name, "loss"), colour=COLOURS[name]))
-        accuracies.append(Line(word, epochs, percent(shown, name, "top1"), colour=COLOURS[name]))
+        accuracies.append(Line(word, epochs, [100 * x for x in numbers(shown, name, "top1")], colour=COLOURS[name]))
     rates = binned(run.steps, "lr", "schedule")
     rates = rates._replace(ys=[1000 * y for y in rates.ys], low=None, high=None)
     return {"loss": losses, "accuracy": accuracies, "rate": [rates], "norm": [binned(run.steps, "norm", "all parameters")]}
@@ -126,10 +127,6 @@ def numbers(events: Sequence[Event], *path: str) -> list[float]:
     return found
 
 
-def percent(events: Sequence[Event], *path: str) -> list[float]:
-    return [100 * value for value in numbers(events, *path)]
-
-
 def binned(steps: Sequence[Event], name: str, word: str) -> Line:
     """A line through the steps. Where they are many, a point is the mean of several, in a band from least to greatest."""
     found = [(x, y) for x, y in zip(numbers(steps, "epoch"), numbers(steps, name), strict=True) if math.isfinite(x + y)]
@@ -150,10 +147,3 @@ def in_time(seconds: float) -> str:
 
 def when(seconds: Any) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC") if isinstance(seconds, int | float) else "?"
-
-
-def signal_name(value: Any) -> str:
-    try:
-        return signal.Signals(value).name
-    except ValueError:
-        return "a signal"
