@@ -76,21 +76,16 @@ class Operator(OneNode):
 
     def check(self, z: Tensor) -> None:
         """Refuse what is not (b, n, dim) in the layer's own dtype before anything is computed."""
+        name = type(self).__name__
         if z.ndim != 3 or z.shape[-1] != self.dim:
-            name = type(self).__name__
             raise ShapeError(f"{name} takes tokens of shape (batch, tokens, {self.dim}), not {tuple(z.shape)}.")
         weight = self._a_weight()
         if weight is None:  # none that is a float: the maps were quantized
             return
         given, dtype = z.dtype, weight.dtype
-        if given == dtype and given.is_floating_point:
-            return
-        name = type(self).__name__
-        mixed = given != dtype and autocast_is_on(z) and torch.float64 not in (given, dtype)
-        if not given.is_floating_point or (given != dtype and not mixed):
-            raise ShapeError(
-                f"{name} holds {dtype} weights and was given {z.dtype} tokens: convert one, or use torch.autocast."
-            )
+        fits = given == dtype or (autocast_is_on(z) and torch.float64 not in (given, dtype))
+        if not (fits and given.is_floating_point):
+            raise ShapeError(f"{name} holds {dtype} weights and was given {given} tokens: convert one, or use torch.autocast.")
 
     def _a_weight(self) -> Tensor | None:
         """By name, not from `parameters()`: a replica of nn.DataParallel has none."""

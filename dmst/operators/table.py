@@ -32,34 +32,36 @@ class OperatorTable(MutableMapping[str, type[Operator]]):
 
     def __init__(self, built_in: Mapping[str, type[Operator]]) -> None:
         self.built_in = dict(built_in)
-        self._given: dict[str, type[Operator]] = {}
-        self._refused: list[str] = []
+        self._known = dict(built_in)  # and what modules put in
+
+    @cached_property
+    def _installed(self) -> dict[str, metadata.EntryPoint]:
+        """What packages bring."""
+        return {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
 
     def __getitem__(self, name: str) -> type[Operator]:
-        for known in (self.built_in, self._given):
-            if name in known:
-                return known[name]
-        return _load(name, self._installed[name])
+        return self._known[name] if name in self._known else _load(self._installed[name])
 
     def __setitem__(self, name: str, operator: type[Operator]) -> None:
-        if name in self.built_in:
-            raise OptionError(f"{name!r} is an operator of dmst itself: give yours another name.")
-        self._given[name] = _checked(operator)
+        self._refuse_own(name)
+        self._known[name] = _checked(operator)
 
     def __delitem__(self, name: str) -> None:
-        del self._given[name]
+        self._refuse_own(name)
+        del self._known[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.built_in or name in self._given or name in self._installed
+        return name in self._known or name in self._installed
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys((*self.built_in, *self._given, *self._installed)))
+        return iter(dict.fromkeys((*self._known, *self._installed)))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __repr__(self) -> str:
-        return f"<operators: {', '.join(self)}>"
+    def _refuse_own(self, name: str) -> None:
+        if name in self.built_in:
+            raise OptionError(f"{name!r} is an operator of dmst itself: give yours another name.")
 
     def find(self, name: Any) -> type[Operator]:
         """The class called `name`, or an error that says how a name becomes known."""
@@ -69,34 +71,24 @@ class OperatorTable(MutableMapping[str, type[Operator]]):
 
     def look(self) -> tuple[dict[str, type[Operator]], list[str]]:
         """Every operator that can be used, and a sentence for each that a package brings in vain. Imports them all."""
-        known, problems = {}, []
-        for name in self:
+        known, problems = dict(self._known), []
+        for name, entry in self._installed.items():
+            if name in self.built_in:
+                problems.append(f"operator {name!r} of {_package(entry)} is not used: dmst has one of that name.")
+                continue
             try:
-                known[name] = self[name]
+                known.setdefault(name, _load(entry))
             except OptionError as error:
                 problems.append(str(error))
-        return known, self._refused + problems
-
-    @cached_property
-    def _installed(self) -> dict[str, metadata.EntryPoint]:
-        """What packages bring."""
-        found: dict[str, metadata.EntryPoint] = {}
-        for entry in metadata.entry_points(group=GROUP):
-            owner = "dmst" if entry.name in self.built_in else _package(found[entry.name]) if entry.name in found else ""
-            if owner:
-                told = f"{owner} has one of that name. Rename it, or uninstall {_package(entry)}."
-                self._refused.append(f"operator {entry.name!r} of {_package(entry)} is not used: {told}")
-            else:
-                found[entry.name] = entry
-        return found
+        return known, problems
 
 
-def _load(name: str, entry: metadata.EntryPoint) -> type[Operator]:
+def _load(entry: metadata.EntryPoint) -> type[Operator]:
     try:
         return _checked(entry.load())
     except (Exception, SystemExit) as error:  # a module can do anything when it is imported
         told = f"({in_one_line(error)}). Mend or uninstall {_package(entry)}."
-        raise OptionError(f"operator {name!r} of {_package(entry)} cannot be used {told}") from error
+        raise OptionError(f"operator {entry.name!r} of {_package(entry)} cannot be used {told}") from error
 
 
 def _checked(operator: Any) -> type[Operator]:

@@ -166,10 +166,10 @@ app(["operators"], standalone_mode=False)
         "Mend or uninstall my-ops 1.0."
     )
     assert number.startswith("operator 'number' of my-ops 1.0 cannot be used (something of type int is no operator")
-    refused = "operator 'dmsa' of my-ops 1.0 is not used: dmst has one of that name. Rename it, or uninstall my-ops 1.0."
-    assert json.loads(problems) == [["note", told] for told in (refused, broken, number)]
+    refused = "operator 'dmsa' of my-ops 1.0 is not used: dmst has one of that name."
+    assert json.loads(problems) == [["note", told] for told in (broken, number, refused)]
     assert json.loads(rows) == [*OPERATORS, "mean_pull"]
-    assert run.stderr.splitlines() == [refused, broken, number]
+    assert run.stderr.splitlines() == [broken, number, refused]
     assert any(" mean_pull " in line for line in table) and not any(" broken " in line for line in table)
 
 
