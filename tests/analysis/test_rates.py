@@ -64,27 +64,18 @@ def test_every_quantity_is_the_objective_of_the_parts() -> None:
 
 
 @torch.no_grad()
-def test_the_output_is_after_the_step_with_memberships_anew() -> None:
+def test_after_the_operator_and_after_the_block() -> None:
+    """Normed by the same layer, in its subspaces, with memberships anew; one pass gives what three do."""
     model = network()
-    block, traced = model.blocks[0], model.trace(IMAGES).layers[0]
-    tokens = block.norm(traced.after_operator)
-    parts = block.operator.decompose(tokens)
-    expected = rates_of(tokens, parts, block.operator)["variational"].double().mean().item()
-    found = layer_rates(model, IMAGES, at="output")
-    assert found.mean["variational"][0] == pytest.approx(expected, rel=1e-6)
-    assert "after the operator" in found.convention and "7 images" in found.convention
-
-
-@torch.no_grad()
-def test_the_block_is_after_the_feed_forward_in_the_same_subspaces() -> None:
-    model = network()
-    block, traced = model.blocks[1], model.trace(IMAGES).layers[1]
-    tokens = block.norm(traced.after_feedforward)
-    expected = rates_of(tokens, block.operator.decompose(tokens), block.operator)["complete"].double().mean().item()
-    every = rates_at(model, [IMAGES[:2], IMAGES[2:]], tick=(ticks := []).append)
-    assert every["block"].mean["complete"][1] == pytest.approx(expected, rel=1e-6) and ticks == [2, 5]
-    for at, found in every.items():  # one pass gives what three do
-        assert found.at == at and found.mean["raw"] == pytest.approx(layer_rates(model, IMAGES, at=at).mean["raw"], rel=1e-6)
+    every = rates_at(model, [IMAGES[:2], IMAGES[2:]])
+    for i, (block, traced) in enumerate(zip(model.blocks, model.trace(IMAGES).layers, strict=True)):
+        for at, z in (("output", traced.after_operator), ("block", traced.after_feedforward)):
+            tokens = block.norm(z)
+            expected = rates_of(tokens, block.operator.decompose(tokens), block.operator)
+            for name in ("variational", "complete"):
+                assert every[at].mean[name][i] == pytest.approx(expected[name].double().mean().item(), rel=1e-6)
+    assert layer_rates(model, IMAGES, at="output").mean["raw"] == pytest.approx(every["output"].mean["raw"], rel=1e-6)
+    assert "after the operator" in every["output"].convention and "7 images" in every["output"].convention
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -150,10 +141,6 @@ def test_names_are_no_markup(tmp_path: Path) -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(OptionError, match="batch_size is 0"):
-        layer_rates(network(), IMAGES, batch_size=0)
-    with pytest.raises(OptionError, match="no images"):
-        layer_rates(network(), [])
     with pytest.raises(UnknownNameError, match="input"):
         layer_rates(network(), IMAGES, at="inputs")
     with pytest.raises(OptionError, match="eps"):
