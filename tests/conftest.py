@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        if os.environ.get("TRITON_INTERPRET") == "1" and "NOQUICK" not in os.environ:
+        if os.environ.get("TRITON_INTERPRET") == "1":
             quicken(patch)
         yield
 

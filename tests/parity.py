@@ -51,6 +51,11 @@ needs_triton = [
 ]
 
 
+def by_default(cases: list, count: int) -> list:
+    """The first so many in the default run, and all of them in the slow one."""
+    return [*cases[:count], *(pytest.param(case, marks=pytest.mark.interpreter) for case in cases[count:])]
+
+
 def excess(found: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
     """Relative error beyond one subnormal of the dtype for each element."""
     subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
