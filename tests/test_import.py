@@ -18,7 +18,7 @@ HEAVY = [
     "matplotlib",
     "sklearn",
     "scipy",
-    "fastapi",
+    "starlette",
     "triton",
     "onnx",
     "jaxtyping",

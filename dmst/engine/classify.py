@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from dmst.data import images as door
-from dmst.data.loader import EvalStream
+from dmst.data.images import decode
+from dmst.data.loader import EvalStream, View
 from dmst.data.sets import ImageSet
 from dmst.engine import prepare
 from dmst.errors import BadImageError, OptionError, bad_answer
@@ -20,19 +21,27 @@ from dmst.words import visible
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")  # looked for in folders; a named file may be any
 
 
-class Photo(ImageSet):
-    """One file without a label, decoded once."""
+class Photos(ImageSet):
+    """Pictures without labels, in memory: pixels (h, w, c), and how a message calls each."""
 
-    def __init__(self, path: Path, classes: int, channels: int) -> None:
-        self.path, self._pixels = path, door.decode(path, visible(path), grey=channels == 1)
-        names = [str(i) for i in range(classes)]
-        super().__init__("photo", "given", names, np.zeros(1, np.int64), fingerprint="")
+    def __init__(self, pixels: Sequence[np.ndarray], names: Sequence[str]) -> None:
+        self._pixels, self.names = pixels, names
+        super().__init__("photos", "given", ["none"], np.zeros(len(pixels), np.int64), fingerprint="")
+
+    @classmethod
+    def open(cls, paths: Sequence[Path], channels: int) -> Photos:
+        names = [visible(path) for path in paths]
+        return cls([decode(path, name, grey=channels == 1) for path, name in zip(paths, names, strict=True)], names)
 
     def read(self, index: int) -> np.ndarray:
-        return self._pixels
+        return self._pixels[index]
 
     def where(self, index: int) -> str:
-        return visible(self.path)
+        return self.names[index]
+
+    def seen(self, view: View, device: torch.device | str = "cpu") -> Tensor:
+        """The first, (1, c, h, w), as a network takes it: cut and normalised as `dmst evaluate` does it."""
+        return next(iter(EvalStream(self, view, batch_size=1, device=device, path="workers"))).images
 
 
 class Answer(NamedTuple):
@@ -41,7 +50,7 @@ class Answer(NamedTuple):
     path: Path
     top: list[tuple[str, float]]
     problem: str = ""
-    image: torch.Tensor | None = None  # (1, c, h, w) as the network saw it
+    image: Tensor | None = None  # (1, c, h, w) as the network saw it
     trace: Trace | None = None  # where it was asked for
 
 
@@ -77,12 +86,10 @@ def classify(
     view = prepare.view_of(model)
     for path in paths:
         try:
-            photo = Photo(path, len(names), model.config.in_chans)
+            image = Photos.open([path], model.config.in_chans).seen(view, device).to(dtype)
         except BadImageError as error:
             yield Answer(path, [], str(error))
             continue
-        stream = EvalStream(photo, view, batch_size=1, device=device, path="workers")  # as `dmst evaluate` sees files
-        image = next(iter(stream)).images.to(dtype)
         trace = model.trace(image) if traced else None
         logits = model(image) if trace is None else trace.logits
         if not torch.isfinite(logits).all():

@@ -21,7 +21,7 @@ from dmst.data.loader import EvalStream
 from dmst.data.sets import ImageSet, subset
 from dmst.data.transforms import mask_in_view
 from dmst.engine import prepare
-from dmst.engine.classify import Photo
+from dmst.engine.classify import Photos
 from dmst.errors import OptionError
 from dmst.models import VisionModel
 from dmst.photos import PHOTOS, photo
@@ -98,7 +98,7 @@ def sample(
         names = list(PHOTOS)[:limit]
         name, photos = f"the photographs that ship ({', '.join(names)})", [photo(each) for each in names]
     if photos:
-        given = _Photos([Photo(Path(path), max(config.num_classes, 1), config.in_chans) for path in photos])
+        given = Photos.open([Path(path) for path in photos], config.in_chans)
         return Sample(name, stream(given), dtype, titles=tuple(Path(path).stem for path in photos))
     images = prepare.images_of(data or "digits", split, data_dir) if held is None else held
     name = f"{images}: {len(images):,} images"
@@ -108,17 +108,3 @@ def sample(
         images = subset(images, np.sort(places.numpy()))
     same = tuple(images.classes) == tuple(model.class_names or images.classes)
     return Sample(name, stream(images), dtype, same and len(images.classes) == config.num_classes)
-
-
-class _Photos(ImageSet):
-    """Photos as a set; they have no labels."""
-
-    def __init__(self, photos: Sequence[Photo]) -> None:
-        self.photos = photos
-        super().__init__("photos", "given", photos[0].classes, np.zeros(len(photos), np.int64), fingerprint="")
-
-    def read(self, index: int) -> np.ndarray:
-        return self.photos[index].read(0)
-
-    def where(self, index: int) -> str:
-        return self.photos[index].where(0)

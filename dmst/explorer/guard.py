@@ -53,12 +53,9 @@ class Guard:
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
-        begun = False
 
         async def sending(message: Message) -> None:
-            nonlocal begun
             if message["type"] == "http.response.start":
-                begun = True
                 mine = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
                 message["headers"] = [*message.get("headers", ()), *mine]
             await send(message)
@@ -68,10 +65,8 @@ class Guard:
             return await answer(sending, 403, refusal)
         try:
             await self.app(scope, receive, sending)
-        except Exception:
+        except Exception:  # the application has answered that something went wrong
             logging.getLogger("dmst.explorer").exception("%s %r", scope["method"], scope["path"])
-            if not begun:
-                await answer(sending, 500, BROKEN)
         return None
 
     def refusal(self, scope: Scope) -> str:
@@ -102,13 +97,6 @@ def _is_address(name: str) -> bool:
         return bool(ipaddress.ip_address(name))
     except ValueError:
         return False
-
-
-def unreadable() -> bytes:
-    """The answer to what is no HTTP: the server sends it alone, without the application."""
-    body = json.dumps({"error": "this is not an HTTP request"})
-    lines = ["HTTP/1.1 400 Bad Request", "content-type: application/json", f"content-length: {len(body)}", "connection: close"]
-    return "\r\n".join([*lines, *(f"{name}: {value}" for name, value in HEADERS.items()), "", body]).encode()
 
 
 async def answer(send: Send, status: int, words: str) -> None:

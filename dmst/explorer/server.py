@@ -26,23 +26,18 @@ from typing import Any
 import torch
 
 from dmst.errors import BadImageError, DmstError, OptionError, need
-from dmst.explorer.connections import BATCH, QUEUE, Limits, protocol_of, server_with
+from dmst.explorer.connections import protocol
 from dmst.explorer.guard import BROKEN, Guard, is_local
 from dmst.explorer.session import PATIENCE, UPLOAD, NotReadyError, NotThereError, Session
 
 WAITING = 64  # requests
 TOGETHER = 64 * 2**20  # bytes of all bodies that are under way
 QUESTION = 64 * 2**10  # bytes of JSON
+BACKLOG = 128  # connections that are accepted at a time, beside those that are open
+BODY, KEPT = 30.0, 30  # seconds: for a body to arrive, for a connection that is not used
 VIEWS = 4
 ASKED = ("model", "image", "gates")
-KINDS = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".png": "image/png",
-    ".ico": "image/x-icon",
-}
+KINDS = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
 STATUS = {NotThereError: 404, NotReadyError: 409, BadImageError: 422, DmstError: 422}  # the first that fits
 
 
@@ -57,18 +52,17 @@ class RefusedError(DmstError):
 class Site:
     """The application: its methods are its routes."""
 
-    def __init__(self, session: Session, limits: Limits | None = None) -> None:
-        self.session, self.limits, self.waiting, self.arriving = session, limits or Limits(), 0, 0
+    def __init__(self, session: Session) -> None:
+        self.session, self.waiting, self.arriving = session, 0, 0
         self.lanes = {name: ThreadPoolExecutor(1, f"dmst-{name}") for name in (*session.networks, "pictures")}
         self.files = static()
         self.responses = need("starlette.responses", "explore")
 
     def app(self) -> Any:
-        fastapi = need("fastapi", "explore")
+        starlette, routing = need("starlette.applications", "explore"), need("starlette.routing", "explore")
         exceptions = need("starlette.exceptions", "explore")
-        app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         routes: dict[tuple[str, str], Callable[..., Any]] = {
-            ("GET", "/"): self.index,
+            ("GET", "/"): self.file,
             ("GET", "/static/{name}"): self.file,
             ("GET", "/api/start"): self.start,
             ("GET", "/api/images/{image}"): self.shown,
@@ -78,11 +72,11 @@ class Site:
             ("POST", "/api/rates"): self.rates,
             ("POST", "/api/keep"): self.keep,
         }
-        for (method, path), route in routes.items():
-            app.router.add_route(path, route, methods=[method])
-        app.add_exception_handler(DmstError, self.refuse)
-        app.add_exception_handler(exceptions.HTTPException, self.nothing)
-        app.add_exception_handler(Exception, self.broken)
+        app = starlette.Starlette(
+            routes=[routing.Route(path, route, methods=[method]) for (method, path), route in routes.items()],
+            exception_handlers={DmstError: self.refuse, exceptions.HTTPException: self.nothing, Exception: self.broken},
+        )
+        app.router.redirect_slashes = False
         return app
 
     def load(self) -> None:
@@ -97,11 +91,12 @@ class Site:
 
     # --- routes ------------------------------------------------------------------------------------------------------
 
-    async def index(self, request: Any) -> Any:
-        return self.given("index.html")
-
     async def file(self, request: Any) -> Any:
-        return self.given(request.path_params["name"])
+        name = request.path_params.get("name", "index.html")
+        if name not in self.files:
+            raise NotThereError("there is nothing here")
+        raw, kind = self.files[name]
+        return self.responses.Response(raw, media_type=kind)
 
     async def start(self, request: Any) -> Any:
         return self.json(self.session.start())
@@ -157,7 +152,7 @@ class Site:
             raise RefusedError(413, words)
         found = bytearray()
         try:
-            async with asyncio.timeout(self.limits.body):
+            async with asyncio.timeout(BODY):
                 async for chunk in request.stream():
                     found += chunk
                     self.arriving += len(chunk)
@@ -166,7 +161,7 @@ class Site:
                     if len(found) > QUESTION and self.arriving > TOGETHER:
                         raise RefusedError(503, "too many pictures are being sent at once: try again in a moment")
         except TimeoutError:
-            raise RefusedError(400, f"the request did not arrive within {self.limits.body:g} s") from None
+            raise RefusedError(400, f"the request did not arrive within {BODY:g} s") from None
         except need("starlette.requests", "explore").ClientDisconnect:
             raise RefusedError(400, "the request ended too early") from None
         finally:
@@ -189,12 +184,6 @@ class Site:
         finally:
             self.waiting -= 1
 
-    def given(self, name: str) -> Any:
-        if name not in self.files:
-            raise NotThereError("there is nothing here")
-        raw, kind = self.files[name]
-        return self.responses.Response(raw, media_type=kind)
-
     def json(self, told: Any, status: int = 200) -> Any:
         text = json.dumps(told, allow_nan=False, separators=(",", ":"))
         return self.responses.Response(text.encode(), status, media_type="application/json")
@@ -214,7 +203,7 @@ class Site:
 def question(raw: bytes, keys: Sequence[str]) -> dict[str, Any]:
     """The JSON of a request: an object with no other keys than these."""
     try:
-        told = json.loads(raw, parse_constant=_no_constant)
+        told = json.loads(raw)
     except (ValueError, RecursionError):
         raise RefusedError(400, "the request is not JSON") from None
     if not isinstance(told, dict):
@@ -222,10 +211,6 @@ def question(raw: bytes, keys: Sequence[str]) -> dict[str, Any]:
     if unknown := [key for key in told if key not in keys]:
         raise RefusedError(422, f"unknown key {unknown[0][:40]!r}: known are {', '.join(keys)}")
     return told
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)
 
 
 def _text(told: dict[str, Any], name: str) -> str:
@@ -236,11 +221,8 @@ def _text(told: dict[str, Any], name: str) -> str:
 
 def static() -> dict[str, tuple[bytes, str]]:
     """The page's files, read once: name -> bytes and kind."""
-    folder = resources.files("dmst.explorer") / "static"
-    if not folder.is_dir():
-        return {}
-    suffixes = {each.name: f".{each.name.rpartition('.')[2]}" for each in folder.iterdir() if each.is_file()}
-    return {name: ((folder / name).read_bytes(), KINDS[suffix]) for name, suffix in suffixes.items() if suffix in KINDS}
+    files = (resources.files("dmst.explorer") / "static").iterdir()
+    return {file.name: (file.read_bytes(), KINDS[f".{file.name.rpartition('.')[2]}"]) for file in files}
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
@@ -249,18 +231,12 @@ def static() -> dict[str, tuple[bytes, str]]:
 def listening(host: str, port: int) -> socket.socket:
     """A socket that listens; port 0 is any that is free."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with contextlib.ExitStack() as undo:
-            found = undo.enter_context(socket.socket(family, kind, protocol))
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-            found.listen(QUEUE)
-            undo.pop_all()
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
     except OSError as error:
         raise OptionError(
             f"{host} port {port} cannot be listened to ({error.strerror}): --port 0 takes any free one."
         ) from error
-    return found
 
 
 def server_of(site: Site, host: str, token: str = "") -> Any:
@@ -271,14 +247,14 @@ def server_of(site: Site, host: str, token: str = "") -> Any:
         log_level="error",
         server_header=False,
         timeout_graceful_shutdown=2,
-        timeout_keep_alive=site.limits.kept,
-        backlog=BATCH,
+        timeout_keep_alive=KEPT,
+        backlog=BACKLOG,
         lifespan="off",
         ws="none",
         loop="asyncio",
-        http=protocol_of(site.limits),
+        http=protocol(),
     )
-    return server_with(config)
+    return uvicorn.Server(config)
 
 
 def serve(
@@ -291,7 +267,7 @@ def serve(
     tell: Callable[[str], None] = print,
 ) -> None:
     """Until Ctrl-C."""
-    for module in ("fastapi", "uvicorn"):
+    for module in ("starlette", "uvicorn"):
         need(module, "explore")
     site = Site(Session(models, device))
     try:

@@ -9,17 +9,18 @@ Pixels of an upload are prepared for every network at once and then forgotten.
 
 from __future__ import annotations
 
+import io
 import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 import dmst
@@ -27,15 +28,14 @@ from dmst.analysis import certify, membership
 from dmst.analysis.intervene import forced_gates
 from dmst.analysis.membership import enlarge, fit, gradient_map, png
 from dmst.data.images import decode
-from dmst.data.loader import EvalStream, View
-from dmst.data.sets import ImageSet
+from dmst.data.loader import View
 from dmst.engine import prepare
-from dmst.errors import DmstError, NonFiniteError, OptionError, number, shown
+from dmst.engine.classify import Photos
+from dmst.errors import DmstError, OptionError, number, shown
 from dmst.explorer import view
 from dmst.explorer.decoding import Decoder
-from dmst.explorer.examples import examples
 from dmst.models import Trace, VisionModel, shipped
-from dmst.operators.orthonormal import OrthonormalLinear
+from dmst.photos import PHOTOS, photo
 from dmst.terminal import say
 from dmst.words import visible
 
@@ -43,6 +43,7 @@ UPLOAD = 10 * 2**20  # bytes
 UPLOADS = 32
 SHOWN, SEEN = 512, 256  # pixels: at most, at least
 KEPT, TRACES = 32, 2  # answers and traces of a network
+DIGIT = "seven"
 PATIENCE = 120.0  # seconds that a picture waits for networks to load
 Gates = dict[int, dict[int, float]]
 
@@ -75,7 +76,7 @@ class Session:
         names = names_of(models)
         self.networks = {f"m{i}": Network(f"m{i}", where, names[i], device) for i, where in enumerate(models)}
         self._given = {f"e{i}": each for i, each in enumerate(examples())}
-        self.examples = {id: _picture(id, decode(each.raw, each.name)) for id, each in self._given.items()}
+        self.examples = {id: _picture(id, decode(raw, name)) for id, (name, _, raw) in self._given.items()}
         self._uploads: OrderedDict[str, Picture] = OrderedDict()
         self._lock = threading.Lock()
         self._decoder = Decoder()
@@ -86,8 +87,8 @@ class Session:
             "upload_limit": UPLOAD,
             "models": [network.told() for network in self.networks.values()],
             "examples": [
-                {"id": id, "name": name, "credit": credit, "digit": digit, "width": shown.width, "height": shown.height}
-                for (id, (name, credit, _, digit)), shown in zip(self._given.items(), self.examples.values(), strict=True)
+                {"id": id, "name": name, "credit": credit, "digit": name == DIGIT, "width": shown.width, "height": shown.height}
+                for (id, (name, credit, _)), shown in zip(self._given.items(), self.examples.values(), strict=True)
             ],
         }
 
@@ -96,13 +97,10 @@ class Session:
         network = self.networks[id]
 
         def then() -> None:
-            for each, given in self._given.items():
-                network.see(self.examples[each], decode(given.raw, given.name, grey=network.view.channels == 1))
+            for each, (name, _, raw) in self._given.items():
+                network.see(self.examples[each], decode(raw, name, grey=network.view.channels == 1))
 
         network.load(then)
-        if network.state == "ready":
-            with suppress(NonFiniteError):  # which the page is told when it asks
-                network.look(next(iter(self.examples.values())), {})  # the first time takes longer, and the page asks for it
 
     def network(self, id: str) -> Network:
         if id not in self.networks:
@@ -159,14 +157,11 @@ class Network:
             if not model.config.num_classes:
                 raise OptionError(f"{self.where} has no classifier (num_classes is 0): train one first.")
             self.view = prepare.view_of(model)
-            _settle(model)
             self.model = model
             then()
         except Exception as error:
-            ours = isinstance(error, DmstError)
             say(f"{self.where}: {type(error).__name__}: {error}", err=True)
-            words = str(error) if ours else f"it could not be loaded ({type(error).__name__}); the terminal shows the error"
-            self.words = visible(_without_paths(words, self.where, self.name))
+            self.words = f"{self.name} could not be loaded; the terminal shows the error"
             self.state = "failed"
         else:
             self.state = "ready"
@@ -193,8 +188,7 @@ class Network:
 
     def see(self, picture: Picture, pixels: np.ndarray) -> None:
         """The pixels as the network takes them."""
-        stream = EvalStream(_Given(pixels), self.view, batch_size=1, path="workers")
-        picture.seen[self.id] = next(iter(stream)).images
+        picture.seen[self.id] = Photos([pixels], [picture.id]).seen(self.view)
 
     def seen(self, picture: Picture) -> bytes:
         """A PNG of what it takes, as `dmst analyze maps` draws it, every pixel a square."""
@@ -204,35 +198,32 @@ class Network:
 
     def look(self, picture: Picture, asked: Any) -> dict[str, Any]:
         """Prediction, maps and gates, with gates forced as asked: {"3": {"1": 0.0}}."""
-
-        def found(model: VisionModel, gates: Gates) -> dict[str, Any]:
-            return view.look(model, self._trace(model, picture, gates), gates)
-
-        return self._answer("look", picture, asked, found)
+        return self._answer(self._look, picture, asked)
 
     def rates(self, picture: Picture, asked: Any) -> dict[str, Any]:
         """What takes longer, of this picture alone: nats by layer, certificates, and the gradient of the answer."""
+        return self._answer(self._rates, picture, asked)
 
-        def found(model: VisionModel, gates: Gates) -> dict[str, Any]:
-            trace = self._trace(model, picture, gates)
-            with forced_gates(model, gates):
-                certificate = certify(model, self._image(picture))
-                with torch.inference_mode(False):
-                    gradient = gradient_map(model, self._image(picture).clone())[0]
-            return view.rates(model, trace, certificate) | view.gradient(gradient)
+    def _look(self, model: VisionModel, picture: Picture, gates: Gates) -> dict[str, Any]:
+        return view.look(model, self._trace(model, picture, gates), gates)
 
-        return self._answer("rates", picture, asked, found)
+    def _rates(self, model: VisionModel, picture: Picture, gates: Gates) -> dict[str, Any]:
+        trace, image = self._trace(model, picture, gates), self._image(picture)
+        with forced_gates(model, gates):
+            certificate = certify(model, image)
+            with torch.inference_mode(False):
+                gradient = gradient_map(model, image.clone())[0]
+        return view.rates(model, trace, certificate) | view.gradient(gradient)
 
-    def _answer(
-        self, what: str, picture: Picture, asked: Any, found: Callable[[VisionModel, Gates], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _answer(self, work: Callable[..., dict[str, Any]], picture: Picture, asked: Any) -> dict[str, Any]:
         model = self._model()
         gates = gates_of(asked, model)
-        key = what, picture.id, repr(gates)
+        key = work.__name__, picture.id, repr(gates)
         with self._lock, torch.inference_mode():
             if key not in self._kept:
-                told = {"model": self.id, "image": picture.id, "gates": {str(i): _texts(each) for i, each in gates.items()}}
-                _keep(self._kept, key, told | found(model, gates), KEPT)
+                told = {str(layer): {str(head): gate for head, gate in row.items()} for layer, row in gates.items()}
+                found = {"model": self.id, "image": picture.id, "gates": told} | work(model, picture, gates)
+                _keep(self._kept, key, found, KEPT)
             return self._kept[key]
 
     def _trace(self, model: VisionModel, picture: Picture, gates: Gates) -> Trace:
@@ -258,26 +249,21 @@ class Network:
         return self.model
 
 
-class _Given(ImageSet):
-    """One picture without a label."""
-
-    def __init__(self, pixels: np.ndarray) -> None:
-        super().__init__("picture", "given", ["none"], np.zeros(1, np.int64), fingerprint="")
-        self._pixels = pixels
-
-    def read(self, index: int) -> np.ndarray:
-        return self._pixels
+def examples() -> list[tuple[str, str, bytes]]:
+    """Name, credit and file of the pictures to begin with: the photographs that ship, and a drawn digit."""
+    canvas, out = Image.new("L", (256, 256)), io.BytesIO()
+    ImageDraw.Draw(canvas).line([(64, 32), (192, 32), (96, 240)], fill=255, width=42, joint="curve")
+    canvas.save(out, "PNG")
+    digit = (DIGIT, "a drawn digit, for networks that read digits", out.getvalue())
+    return [*((name, credit, photo(name).read_bytes()) for name, credit in PHOTOS.items()), digit]
 
 
 def names_of(models: Sequence[str]) -> list[str]:
-    """The last part of each; with the folder before it where two have the same, and a number where that is not enough."""
+    """The last part of each; with its folder and its place in the list where two have the same."""
     paths = [Path(where).resolve() if Path(where).exists() else Path(where) for where in models]
-    short = [visible(path.name) or "model" for path in paths]
-    long = [
-        name if short.count(name) == 1 else f"{visible(path.parent.name)}/{name}"
-        for name, path in zip(short, paths, strict=True)
-    ]
-    return [name if long.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(long)]
+    names = [visible(path.name) or "model" for path in paths]
+    long = [f"{visible(path.parent.name)}/{name} ({i})" for i, (path, name) in enumerate(zip(paths, names, strict=True))]
+    return [name if names.count(name) == 1 else other for name, other in zip(names, long, strict=True)]
 
 
 def check(where: str) -> None:
@@ -291,10 +277,11 @@ def gates_of(asked: Any, model: VisionModel) -> Gates:
     depth, heads = len(model.blocks), model.config.num_heads
     if not isinstance(asked, Mapping) or not all(isinstance(each, Mapping) for each in asked.values()):
         raise OptionError(f'gates is {shown(asked)}: it must be like {{"3": {{"1": 0.0}}}}, layer, head and gate.')
-    found = {
-        _index("layer", i, depth): {_index("head", k, heads): _gate(g) for k, g in row.items()} for i, row in asked.items()
-    }
-    return {i: dict(sorted(row.items())) for i, row in sorted(found.items()) if row}
+    found: Gates = {}
+    for layer, row in asked.items():
+        forced = {_index("head", head, heads): number("gate", gate, -1e6, 1e6) for head, gate in row.items()}
+        found[_index("layer", layer, depth)] = dict(sorted(forced.items()))
+    return {layer: row for layer, row in sorted(found.items()) if row}
 
 
 def _index(what: str, key: str, count: int) -> int:
@@ -308,23 +295,6 @@ def _has_gates(model: VisionModel) -> bool:
     return any(form is not None and form.gate is not None for form in forms)
 
 
-@torch.no_grad()
-def _settle(model: VisionModel) -> None:
-    """Nobody trains it here, so an orthonormal matrix is looked at once, not in every call: a third of the time of a rate."""
-    for module in model.modules():
-        if isinstance(module, OrthonormalLinear):
-            basis = module.basis()
-            module.basis = lambda basis=basis: basis  # type: ignore[method-assign, misc]
-
-
-def _gate(value: Any) -> float:
-    return number("gate", value, -1e6, 1e6)
-
-
-def _texts(heads: Mapping[int, float]) -> dict[str, float]:
-    return {str(k): value for k, value in heads.items()}
-
-
 def _keep(shelf: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
     shelf[key] = value
     while len(shelf) > most:
@@ -334,10 +304,3 @@ def _keep(shelf: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None
 def _picture(id: str, pixels: np.ndarray) -> Picture:
     height, width = pixels.shape[:2]
     return Picture(id, width, height, png(pixels if max(height, width) <= SHOWN else fit(pixels, SHOWN), level=1))
-
-
-def _without_paths(words: str, where: str, name: str) -> str:
-    for path in (str(shipped.FOLDER), str(Path(where).resolve()), str(Path(where)), where):
-        if len(path) > 1:  # "." and "/" are everywhere
-            words = words.replace(path, name)
-    return words

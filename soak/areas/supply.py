@@ -229,7 +229,7 @@ def holds_nothing_else(programs: Path, folder: Path) -> dict[str, Any]:
         "scipy",
         "matplotlib",
         "triton",
-        "fastapi",
+        "starlette",
         "onnx",
         "datasets",
         "pytest",

@@ -36,7 +36,7 @@ def noise(height: int, width: int) -> np.ndarray:
 
 
 def test_the_child_has_no_torch() -> None:
-    code = "import sys, dmst.explorer.decoding; print(*sorted({'torch', 'fastapi', 'typer', 'PIL'} & set(sys.modules)))"
+    code = "import sys, dmst.explorer.decoding; print(*sorted({'torch', 'starlette', 'typer', 'PIL'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["PIL"]
 

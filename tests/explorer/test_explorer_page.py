@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
-import json
 import re
 import shutil
 import threading
@@ -22,20 +20,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
-from dmst import cli
 from dmst.analysis import membership
 from dmst.analysis.intervene import forced_gates, switched_off
 from dmst.engine.prepare import read_weights
 from dmst.models import VisionModel, create_model, save_model
-from dmst.photos import PHOTOS, photo
+from dmst.photos import PHOTOS
 from dmst.words import visible
 
-fastapi = pytest.importorskip("fastapi", reason="dmst explore needs FastAPI: pip install 'dmst[explore]'")
+pytest.importorskip("starlette", reason="dmst explore needs Starlette: pip install 'dmst[explore]'")
 playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install playwright==1.65.0")
 
-from dmst.explorer import keep, server  # noqa: E402
+from dmst.explorer import server  # noqa: E402
 from dmst.explorer.session import Session  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -46,20 +42,12 @@ WATCH = """
 window.__violations = [];
 document.addEventListener("securitypolicyviolation", (e) => window.__violations.push(`${e.violatedDirective} ${e.blockedURI}`));
 """
-EVERYTHING = ",".join(f"{layer}.{head}:0" for layer in range(9) for head in range(8))
 RUN = "window.__canary=1"
 ATTACKS = [
-    f"<script>{RUN}</script>", f"<img src=x onerror={RUN}>", f"<svg onload={RUN}>", f"\"><img src=x onerror={RUN}>",
-    f"'><svg onload={RUN}>", f"</script><script>{RUN}</script>", f"<!--<script>{RUN}</script>-->", f"--><script>{RUN}</script>",
-    f"<![CDATA[<script>{RUN}</script>]]>", f"]]><script>{RUN}</script>", f"javascript:{RUN}", f"<a href=javascript:{RUN}>x</a>",
-    f"<iframe src=javascript:{RUN}>", f"<body onload={RUN}>", f"<details open ontoggle={RUN}>", f"<video src onerror={RUN}>",
-    f"<input autofocus onfocus={RUN}>", f"<style>@import 'x'</style><img src=x onerror={RUN}>", "<base href=//example.invalid>",
-    "<meta http-equiv=refresh content=0;url=//example.invalid>", "<link rel=stylesheet href=//example.invalid>",
-    f"<math><mtext></mtext><mglyph><svg onload={RUN}>", f"</title><script>{RUN}</script>", f"</textarea><script>{RUN}</script>",
-    f"</style><script>{RUN}</script>", f"</template><script>{RUN}</script>", f"${{{RUN}}}", f"{{{{{RUN}}}}}", f"`;{RUN};`",
-    f"';{RUN};//", f"\";{RUN};//", f"\\\";{RUN};//", f"\u2028{RUN}\u2029", f"\u202e<img src=x onerror={RUN}>",
-    f"<img src='data:,' onload={RUN}>", f"<scr<script>ipt>{RUN}</scr</script>ipt>", f"%3Cscript%3E{RUN}%3C/script%3E",
-    f"&lt;script&gt;{RUN}&lt;/script&gt;", f"<object data=javascript:{RUN}>", f"<form action=javascript:{RUN}><button>x",
+    f"<script>{RUN}</script>", f"<img src=x onerror={RUN}>", f"\"><img src=x onerror={RUN}>",
+    f"</script><script>{RUN}</script>",
+    f"]]><script>{RUN}</script>", f"<a href=javascript:{RUN}>x</a>", f"</title><script>{RUN}</script>", f"`;{RUN};`",
+    f"\u2028{RUN}\u2029", f"\u202e<img src=x onerror={RUN}>",
 ]  # fmt: skip
 
 
@@ -240,25 +228,7 @@ def test_the_page_begins_with_the_cat_and_the_answer_of_the_network(look_at: Ope
     assert page.locator(".said").inner_text().startswith("7, ")
 
 
-def test_the_page_draws_maps_as_the_command_line_does(look_at: Open, tmp_path: Path) -> None:
-    """The same colours over the same grey photograph, in the same squares."""
-    asked = ["analyze", "maps", str(photo("cat")), "--weights", "dmst_cifar10", "--layer", "4", "--out", str(tmp_path)]
-    assert CliRunner().invoke(cli.app, asked).exit_code == 0
-    with Image.open(tmp_path / "000-cat.png") as sheet:
-        tiles = np.asarray(sheet.convert("RGB"))
-    page = look_at("image=e0&layer=4&head=0&patch=none")
-    for head in (0, 6):  # heads that are on
-        page.locator("#heads input").nth(head).check()
-        drawn = membership.enlarge(tiles[:160, 166 * (head + 1) : 166 * (head + 1) + 160], 4)
-        assert abs(pixels(page).astype(int) - drawn).max() <= 2
-    silent = membership.enlarge(tiles[:160, 332:492], 4)[2::5, 2::5]  # head 1, on white like the page; the tile has 128 pixels
-    assert abs(pixels(page, ".tile.silent canvas").astype(int) - silent).max() <= 2
-    page.locator("#strength").fill("0")
-    grey = pixels(page)
-    assert np.ptp(grey.astype(int), -1).max() == 0 and np.ptp(grey) > 100  # the photograph, without its colour
-    assert abs(grey.astype(int) - membership.enlarge(membership.grey(tiles[:160, :160]), 4)).max() <= 1
-
-
+@pytest.mark.browser
 def test_every_layer_paints_the_memberships_of_the_trace(look_at: Open, networks: dict, image: Callable) -> None:
     page = look_at("image=e2&strength=1&layer=0&head=0")
     with torch.inference_mode():
@@ -276,24 +246,7 @@ def test_every_layer_paints_the_memberships_of_the_trace(look_at: Open, networks
             assert words == "silent" if gate[k] == 0 else words in (f"{gate[k]:.2f}", "< 0.01"), (layer, k)
 
 
-def test_a_patch_is_followed_through_the_layers(look_at: Open, networks: dict, image: Callable) -> None:
-    page = look_at("image=e1&layer=4&head=6")
-    box = page.locator(".map").bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 2.5 / 8, box["y"] + box["height"] * 5.5 / 8)
-    with torch.inference_mode():
-        trace = networks["dmst_cifar10"].trace(image("e1"))
-    wanted = torch.stack([membership.maps(trace, layer)[0, 6, 5, 2] for layer in range(9)])
-    assert page.locator(".readout").inner_text() == f"Patch in row 5, column 2: membership {wanted[4]:.3f}"
-    page.mouse.down()
-    page.mouse.up()
-    page.mouse.move(0, 0)
-    shown = json.loads(page.locator("svg.patch").get_attribute("data-values"))
-    assert shown == pytest.approx(wanted.tolist(), abs=1e-5)
-    assert "row 5, column 2" in page.locator(".through-title").inner_text()
-    assert page.locator("svg.patch path.curve-line").count() == 8
-    assert page.locator(".readout").inner_text().endswith(f"{wanted[4]:.3f}")
-
-
+@pytest.mark.browser
 def test_rates_certificates_and_gradients_are_those_of_the_analysis(
     look_at: Open, here: tuple, networks: dict, image: Callable
 ) -> None:
@@ -318,6 +271,7 @@ def test_rates_certificates_and_gradients_are_those_of_the_analysis(
 # --- interventions ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.browser
 def test_a_head_switched_off_moves_the_answer_as_intervene_says(look_at: Open, networks: dict, image: Callable) -> None:
     page, model = look_at("image=e2&layer=5&head=0"), networks["dmst_cifar10"]
     before = probabilities(model, image("e2"))
@@ -353,38 +307,7 @@ def test_a_head_switched_off_moves_the_answer_as_intervene_says(look_at: Open, n
     assert page.locator("#reset").is_disabled()
 
 
-def test_a_head_off_in_all_layers_a_layer_off_and_everything_off(look_at: Open, networks: dict, image: Callable) -> None:
-    page, model = look_at("image=e1&layer=3&head=6"), networks["dmst_cifar10"]
-    page.locator(".off-all").click()
-    settled(page, gates=",".join(f"{layer}.6:0" for layer in range(9)))
-    with switched_off(model, {layer: [6] for layer in range(9)}):
-        assert_top(page, model, probabilities(model, image("e1")))
-    page.locator(".off-all").click()
-    page.locator(".layer-off").click()
-    settled(page, gates=",".join(f"3.{head}:0" for head in range(8)))
-    with switched_off(model, {3: range(8)}):
-        assert_top(page, model, probabilities(model, image("e1")))
-    page.locator(".all-off").click()
-    settled(page, gates=EVERYTHING)
-    with switched_off(model, dict.fromkeys(range(9), range(8))):
-        now = probabilities(model, image("e1"))
-    assert_top(page, model, now)
-    was = max(probabilities(model, image("e1")))
-    said = f"With all 72 heads off the answer is still ship, {max(now):.1%} ({was:.1%} with them)."
-    told = page.locator(".changed-words").inner_text()
-    assert told.startswith(said.replace("%", " %")) and "the heads add nothing that the answer needs" in told
-    page.locator(".all-off").click()
-    settled(page, gates="")
-    page.locator("#model-0").select_option(label="tost_cifar10")
-    page.locator(".example", has_text="galaxies").click()
-    page.locator(".all-off").click()
-    page.locator(f'.panel[aria-label="tost_cifar10"][data-rates*="\\"e5"][data-gates="{EVERYTHING}"]').wait_for()
-    assert re.match(
-        r"With all 72 heads off the answer changes from frog \(\S+ %\) to bird \(\S+ %\): this picture needs the heads\.",
-        page.locator(".changed-words").inner_text(),
-    )
-
-
+@pytest.mark.browser
 def test_a_forced_gate_is_the_gate(look_at: Open, networks: dict, image: Callable) -> None:
     page, model = look_at("image=e1&layer=6&head=2"), networks["dmst_cifar10"]
     page.locator(".gate-number").fill("0.75")
@@ -401,21 +324,11 @@ def test_a_forced_gate_is_the_gate(look_at: Open, networks: dict, image: Callabl
     settled(page, gates="")
 
 
-def test_the_last_of_many_quick_changes_is_what_stays(look_at: Open, networks: dict, image: Callable) -> None:
-    page, model = look_at("image=e1&layer=5&head=7"), networks["dmst_cifar10"]
-    for gate in range(11):
-        page.locator(".gate-range").fill(str(gate / 10))
-    for _ in range(4):
-        page.keyboard.press("x")
-    settled(page, gates="5.7:0")
-    with switched_off(model, {5: [7]}):
-        assert_top(page, model, probabilities(model, image("e1")))
-
-
 ROWS = (".name", ".see-title", ".map", ".below", ".answer > h3", ".said", ".changed", ".heads-title", ".tiles", ".force",
         ".routes", ".curve", ".through")  # fmt: skip
 
 
+@pytest.mark.browser
 def test_two_networks_side_by_side_on_one_picture(look_at: Open, networks: dict, image: Callable) -> None:
     page = look_at("model=dmst_cifar10&with=tost_cifar10&image=e2&layer=4&head=1&strength=1")
     for i, name in enumerate(MODELS[:2]):
@@ -444,37 +357,6 @@ def test_two_networks_side_by_side_on_one_picture(look_at: Open, networks: dict,
     assert page.locator(".panel").count() == 1
 
 
-def test_attention_is_never_called_membership(tmp_path: Path, watched: Open) -> None:
-    folders = []
-    for name, operator in (("rows", "mhsa"), ("channels", "xca")):
-        model = create_model("vit_digits", operator=operator, dim=16, depth=2, num_heads=2)
-        folders.append(str(save_model(model, tmp_path / name)))
-    with serving(folders, token="ab" * 32) as (link, _):
-        page = watched(f"{link}#token={'ab' * 32}&model=rows&with=channels")
-        settled(page, 2)
-        rows, channels = page.locator(".panel").all()
-        assert rows.locator(".see-title").inner_text().startswith("Attention received, layer 1")
-        assert "not a membership" in rows.locator(".means").inner_text()
-        assert "attention received" in rows.locator(".readout").inner_text()
-        assert channels.locator(".see-title").inner_text() == "The picture as channels sees it"
-        assert "no map" in channels.locator(".means").inner_text()
-        assert channels.locator(".readout").inner_text() == ""
-        assert "has none" in rows.locator(".rate-words").inner_text()
-        assert page.locator("#maps").inner_text().split() == ["attention", "gradient"]
-        page.get_by_role("radio", name="gradient").check()
-        for panel in (rows, channels):  # every network has a gradient
-            assert panel.locator(".see-title").inner_text().startswith("Gradient for ")
-            assert re.search(r"gradient [+\N{MINUS SIGN}]\d", panel.locator(".readout").inner_text())
-        rows.locator(".switch").nth(1).click()
-        rows.and_(page.locator('[data-gates="1.1:0"]')).wait_for()
-        channels.locator(".off-all").click()
-        channels.and_(page.locator('[data-gates^="0."]')).wait_for()
-        page.wait_for_url(lambda url: "1.1" in url.partition("#")[2])
-        assert "token" not in page.evaluate("location.href")
-        page.reload()
-        settled(page, 2)
-
-
 # --- pictures -----------------------------------------------------------------------------------------------------------
 
 
@@ -494,6 +376,7 @@ def give(page: Any, how: str, name: str, raw: bytes, kind: str = "image/png") ->
     )
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("how", ["choose", "drop", "paste"])
 def test_a_picture_is_chosen_dropped_or_pasted(how: str, look_at: Open, networks: dict, image: Callable) -> None:
     page = look_at()
@@ -506,6 +389,7 @@ def test_a_picture_is_chosen_dropped_or_pasted(how: str, look_at: Open, networks
     assert "Reading" not in page.locator("#news").inner_text()
 
 
+@pytest.mark.browser
 def test_what_is_no_picture_is_refused_in_words(look_at: Open) -> None:
     page = look_at(expected="status of 4")
     give(page, "choose", "notes.png", b"these are words, not pixels")
@@ -529,6 +413,7 @@ def test_what_is_no_picture_is_refused_in_words(look_at: Open) -> None:
 # --- when things go wrong -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.browser
 def test_a_server_that_does_not_answer_is_said_and_tried_again(look_at: Open) -> None:
     page = look_at(expected="ERR_FAILED|status of 503")
     page.route("**/api/look", lambda route: route.abort())
@@ -545,6 +430,7 @@ def test_a_server_that_does_not_answer_is_said_and_tried_again(look_at: Open) ->
     assert page.locator(".fault").is_hidden()
 
 
+@pytest.mark.browser
 def test_a_network_that_loads_or_cannot_be_loaded_is_said(here: tuple, watched: Open) -> None:
     told = here[1].session.start()
     states = iter([*["loading"] * 3, "ready"])
@@ -565,6 +451,7 @@ def test_a_network_that_loads_or_cannot_be_loaded_is_said(here: tuple, watched: 
 # --- links, kept views ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.browser
 def test_a_link_brings_everything_back(look_at: Open, here: tuple, watched: Open) -> None:
     page = look_at("model=dmst_cifar10&with=tost_cifar10&image=e3")
     page.locator("#layer").fill("6")
@@ -591,35 +478,6 @@ def test_a_link_brings_everything_back(look_at: Open, here: tuple, watched: Open
     assert "gates=6.3" in link and "image=e3" in link
 
 
-def test_a_link_to_what_is_not_there_shows_what_is(look_at: Open) -> None:
-    page = look_at(
-        "model=nobody&image=u00000000&layer=999&head=77&gates=x,5.1:2,4.2:nan&patch=7,7&strength=9", expected="status of 404"
-    )
-    assert "no longer in memory" in page.locator("#wrong").inner_text()
-    assert page.locator(".panel").get_attribute("data-layer") == "8"
-    assert page.locator(".panel").get_attribute("data-gates") == ""
-    page.evaluate("location.hash = 'model=nobody&gates=5.7:0&image=e1'")  # what was switched in one network is not in another
-    page.locator('.panel[data-gates=""][data-rates*="\\"e1"]').wait_for()
-    assert "nobody, which is not loaded here" in page.locator("#wrong").inner_text()
-    page.evaluate("location.hash = 'model=dmst_cifar10&image=e1&gates=5.7:1e-7,5.6:0.25'")
-    settled(page, gates="5.6:0.25,5.7:1e-7")  # the smallest gates too
-
-
-def test_an_answer_to_another_picture_does_not_stay(look_at: Open) -> None:
-    """Neither the answer where the new picture's fails, nor the certificate where its rates do."""
-    page = look_at("model=dmst_cifar10&image=e1&layer=5", expected="status of 503")
-    assert page.locator(".certificate").inner_text()
-    broken = {"status": 503, "json": {"error": "busy"}}
-    page.route("**/api/rates", lambda route: route.fulfill(**broken))
-    page.locator(".example").nth(2).click()
-    page.locator(".fault", has_text="Busy").wait_for()
-    assert page.locator(".certificate").inner_text() == ""
-    page.route("**/api/look", lambda route: route.fulfill(**broken))
-    page.locator(".example").nth(3).click()
-    page.locator(".body").wait_for(state="hidden")
-    assert page.locator(".fault").is_visible()
-
-
 @pytest.fixture
 def kept_file(look_at: Open, tmp_path: Path) -> tuple[Any, Path]:
     page = look_at("model=dmst_cifar10&with=tost_cifar10&image=e1&layer=5&head=7&gates=5.7:0&patch=0.4,0.6&map=gradient")
@@ -630,6 +488,7 @@ def kept_file(look_at: Open, tmp_path: Path) -> tuple[Any, Path]:
     return page, path
 
 
+@pytest.mark.browser
 def test_a_kept_view_shows_the_same_numbers_offline(kept_file: tuple[Any, Path], watched: Open) -> None:
     page, path = kept_file
     kept = watched(path.as_uri(), offline=True)
@@ -649,39 +508,10 @@ def test_a_kept_view_shows_the_same_numbers_offline(kept_file: tuple[Any, Path],
     assert re.findall(r'(?:src|href)="(?!#|data:,)', path.read_text(encoding="utf-8")) == []
 
 
-def test_a_kept_view_says_what_scripts_it_allows() -> None:
-    look = {"model": "m0", "image": "e0", "gates": {}}
-    view = {"look": look, "rates": {}, "picture": b"p", "seen": b"s"}
-    hostile = "</script><!--<script>\u2028&"
-    page = keep.page({"version": "1", "models": []}, [view], {"name": hostile})
-    assert hostile not in page and "<!--" not in page
-    data = re.search(r'<script type="application/json" id="kept">(.*?)</script>', page)[1]  # type: ignore[index]
-    assert json.loads(data)["state"]["name"] == hostile
-    assert page.count("<script") == 2 and "unsafe" not in page
-    assert not re.search(r"^\s*(import|export) ", keep.joined(), re.MULTILINE)
-
-
 # --- looks, and hands on the keyboard -----------------------------------------------------------------------------------
 
 
-def background(page: Any) -> float:
-    found = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    return sum(int(each) for each in re.findall(r"\d+", found)[:3]) / 3
-
-
-def test_light_and_dark_follow_the_system_and_the_button(look_at: Open) -> None:
-    page = look_at(color_scheme="dark")
-    assert background(page) < 60
-    page.emulate_media(color_scheme="light")
-    assert background(page) > 200
-    page.locator("#theme").click()
-    page.locator("#theme").click()
-    assert page.locator("#theme").inner_text() == "Theme: dark" and background(page) < 60
-    page.reload()
-    settled(page)
-    assert background(page) < 60
-
-
+@pytest.mark.browser
 @pytest.mark.parametrize("fragment", ["image=e1&patch=0.4,0.4&gates=5.7:0", "with=tost_cifar10&image=e1&patch=0.4,0.4"])
 def test_a_phone_shows_map_and_answer_first_and_nothing_overflows(fragment: str, look_at: Open) -> None:
     page = look_at(fragment, viewport={"width": 390, "height": 844})
@@ -699,6 +529,7 @@ def test_a_phone_shows_map_and_answer_first_and_nothing_overflows(fragment: str,
     assert page.evaluate(wide) == []
 
 
+@pytest.mark.browser
 def test_everything_is_reached_and_done_by_keyboard(look_at: Open) -> None:
     page = look_at("image=e1&layer=5&head=7")
     wanted = page.evaluate(
@@ -750,51 +581,20 @@ def test_everything_is_reached_and_done_by_keyboard(look_at: Open) -> None:
     assert panel.get_attribute("data-layer") == "4"
 
 
-def test_every_control_has_a_name(look_at: Open) -> None:
-    page = look_at("with=tost_cifar10&image=e1&patch=0.4,0.4")
-    unnamed = page.evaluate(
-        """() => [...document.querySelectorAll("button, input, select, [role=img], [role=group], [role=switch]")]
-          .filter((e) => !(e.getAttribute("aria-label") || e.innerText?.trim() || e.labels?.[0]?.innerText.trim()))
-          .map((e) => e.outerHTML.slice(0, 90))"""
-    )
-    assert unnamed == []
-    assert page.evaluate("document.documentElement.lang") == "en"
-    levels = page.evaluate(
-        "[...document.querySelectorAll('h1, h2, h3')].filter((e) => e.checkVisibility()).map((e) => Number(e.tagName[1]))"
-    )
-    assert levels[0] == 1 and all(after - before <= 1 for before, after in itertools.pairwise(levels))
-
-
 # --- texts of others ----------------------------------------------------------------------------------------------------
 
 
-def test_forty_hostile_file_names_are_text(look_at: Open) -> None:
-    page = look_at(expected="status of 422")
-    assert len(ATTACKS) == len(set(ATTACKS)) == 40
-    page.route("**/api/images", lambda route: route.fulfill(json={"image": "e0", "width": 9, "height": 9}))
-    for i, name in enumerate(ATTACKS):
-        give(page, ("choose", "drop", "paste")[i % 3], name, b"as if")
-        until(lambda name=name: page.locator("#picture-name").text_content() == name)
-        assert page.locator("#picture-name *").count() == 0
-        assert page.locator("#thumb").get_attribute("aria-label") == f"The picture: {name}"
-    page.unroute("**/api/images")
-    page.route("**/api/images", lambda route: route.fulfill(status=422, json={"error": ATTACKS[1]}))
-    with page.expect_response("**/api/images"):
-        give(page, "drop", "a.png", b"as if")
-    until(lambda: page.locator("#wrong").text_content() == ATTACKS[1])
-    assert page.locator("#wrong *").count() == 0
-
-
-def test_forty_hostile_names_of_classes_and_networks_are_text(tmp_path: Path, watched: Open) -> None:
+@pytest.mark.browser
+def test_hostile_names_of_classes_and_networks_are_text(tmp_path: Path, watched: Open) -> None:
     folders = []
-    for i in range(8):
+    for i in range(2):
         names = ATTACKS[5 * i : 5 * i + 5]
         model = create_model("dmst_digits", dim=8, depth=2, num_heads=2, num_classes=5, in_chans=3)
         model.class_names = tuple(names)
         folders.append(str(save_model(model, tmp_path / f"{i}{names[1].replace('/', '')}")))
     with serving(folders) as (link, _):
         page = watched(link)
-        for i in range(8):
+        for i in range(2):
             page.locator("#model-0").select_option(index=i)
             name = Path(folders[i]).name
             page.locator(".panel .top5 li .class").nth(4).wait_for()
@@ -810,4 +610,4 @@ def test_forty_hostile_names_of_classes_and_networks_are_text(tmp_path: Path, wa
         download.value.save_as(tmp_path / "kept.html")
     kept = watched((tmp_path / "kept.html").as_uri(), offline=True)
     settled(kept)
-    assert set(kept.locator(".top5 .class").all_text_contents()) == set(map(visible, ATTACKS[35:]))
+    assert set(kept.locator(".top5 .class").all_text_contents()) == set(map(visible, ATTACKS[5:]))
