@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import dmst
-from dmst.errors import OptionError, UnknownNameError
+from dmst.errors import OptionError
 from dmst.models import shipped
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.config import ModelConfig
@@ -131,23 +131,10 @@ def test_features_from_a_symbolic_graph(name: str) -> None:
 
 @one_of_each
 def test_groups_for_the_optimizer(name: str) -> None:
+    """Layer-wise learning rates and weight decay; test_timm_contract.py has the groups themselves."""
     model = create(name)
-    names = [key for key, _ in model.named_parameters()]
-    depth, ends = SMALL["depth"], len(model.class_blocks)
-    for coarse, layers in ((True, 1 + depth + 1), (False, 1 + depth + ends + 1)):  # stem, blocks, class attention, classifier
-        groups = timm.models.group_parameters(model, model.group_matcher(coarse=coarse))
-        assert sorted(key for group in groups.values() for key in group) == sorted(names)
-        assert list(groups) == list(range(layers))
-        assert {key.split(".")[0] for key in groups[0]} <= {"stem", "position", "cls_token"}
-        for i in range(depth):
-            assert {".".join(key.split(".")[:2]) for key in groups[1 + i]} <= {f"blocks.{i}", "norm.weight", "norm.bias"}
-        last = {key.split(".")[0] for key in groups[layers - 1]}
-        assert last == ({"head", "norm"} | ({"class_blocks"} if ends else set()) if coarse else {"head"})
-        assert coarse or "norm.weight" in groups[layers - 2]
-    still = model.no_weight_decay()
-    assert still <= set(names)
-    assert {key for key in names if key.split(".")[0] == "cls_token" or key == "position.table"} <= still
-
+    names, still = [key for key, _ in model.named_parameters()], model.no_weight_decay()
+    assert {key for key in names if key in ("cls_token", "position.table")} <= still <= set(names)
     rows = timm.optim.param_groups_layer_decay(model, 0.05, no_weight_decay_list=still, layer_decay=0.5)
     met = {id(x): row for row in rows for x in row["params"]}
     assert len(met) == sum(len(row["params"]) for row in rows) == len(names)
@@ -237,22 +224,6 @@ def test_what_the_training_script_passes(tmp_path: Path) -> None:
     assert torch.equal(tuned.blocks[0].norm.weight, model.blocks[0].norm.weight)
     same(model.blocks, tuned.blocks)
     same(model.stem, tuned.stem)
-
-
-def test_keywords_reach_the_model() -> None:
-    options = {"drop_rate": 0.1, "drop_path_rate": 0.2, "proj_drop_rate": 0.3, "global_pool": "avg", "img_size": 64}
-    model = create("tost_tiny_patch16_224", operator="dmsa", mode="equation", rotary="2d", **options)
-    assert model.config == model_config(
-        "tost_tiny_patch16_224", operator="dmsa", mode="equation", rotary="2d", **SMALL, **options
-    )
-    overlay = {"mean": (0.1, 0.2), "std": (1.0, 1.0), "input_size": (2, 32, 32), "num_classes": 4}
-    changed = create("dmst_cifar", pretrained_cfg_overlay=overlay)
-    assert overlay.items() <= changed.pretrained_cfg.items()
-    assert (changed.config.in_chans, changed.num_classes) == (2, 4)
-    given = create("dmst_cifar", pretrained_cfg={"num_classes": 6, "input_size": (3, 32, 32), "first_conv": "stem.layers.0"})
-    assert given.num_classes == 6
-    with pytest.raises(UnknownNameError, match="drop_block_rate"):
-        create("dmst_cifar", drop_block_rate=0.1)
 
 
 # --- scripts of timm -------------------------------------------------------------------------------------------------

@@ -445,8 +445,7 @@ def test_a_cuda_graph_takes_routes_of_its_own(shape: tuple) -> None:
 @pytest.mark.parametrize(("known", "n"), [(197, 261), (953, 1093)])  # the last needs longer rotary tables than were made
 def test_the_first_call_of_a_shape_inside_a_capture(known: int, n: int) -> None:
     """What is recorded has no values before it is replayed: an eager call afterwards must not find it in a cache."""
-    rotary._STEPS.clear()
-    rotary._FACTORS.clear()
+    rotary._TABLES.clear()
     fused(draw(LISTING, (1, known, 96, 2)))  # the kernels are loaded; nothing of the other length is known
     made = draw(LISTING, (1, n, 96, 2))
     graph, results = record(functools.partial(fused, made), warm=False)

@@ -163,23 +163,6 @@ def test_the_trace_of_a_checkpointed_model_keeps_everything() -> None:
     assert all(layer.parts.membership.requires_grad and layer.z.requires_grad for layer in found.layers)
 
 
-@every
-def test_intermediates_are_those_of_the_trace(case: Case) -> None:
-    model, x = build(case).eval(), images((48, 32))
-    found, prefix = model.trace(x), model.config.prefix
-    final, maps = model.forward_intermediates(x)
-    assert torch.equal(final, model.forward_features(x))
-    sequences = model.forward_intermediates(x, output_fmt="NLC", intermediates_only=True)
-    pairs = model.forward_intermediates(x, [1], output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True)
-    for seen, sequence, layer in zip(maps, sequences, found.layers, strict=True):
-        assert torch.equal(sequence, layer.after_feedforward[:, prefix:])
-        assert seen.shape == (BATCH, 24, 3, 2)
-        for row in range(3):
-            for column in range(2):
-                assert torch.equal(seen[:, :, row, column], sequence[:, 2 * row + column])
-    assert torch.equal(torch.cat(pairs[0][::-1], 1), found.layers[1].after_feedforward)
-
-
 def test_indices_that_are_none() -> None:
     model = build(("dmst_tiny", {}))
     for indices in (0, 3, [2], [-3], [], [0, 5]):

@@ -46,39 +46,6 @@ def test_every_listed_model_builds_by_its_name(name: str) -> None:
         assert config.grid == (8, 8) and config.img_size == ((8, 8) if size == "digits" else (32, 32))
 
 
-def test_the_table() -> None:
-    """One row a size, as published: width, depth, heads, LayerScale."""
-    expected = {
-        "dmst_tiny": (192, 12, 4, 1.0),
-        "dmst_small": (384, 12, 8, 1.0),
-        "dmst_medium": (512, 24, 8, 1e-5),
-        "dmst_large": (768, 24, 16, 1e-5),
-        "tost_tiny": (192, 12, 4, 1.0),
-        "tost_small": (384, 12, 8, 1.0),
-        "tost_medium": (512, 24, 8, 1e-5),
-        "tost_large": (768, 24, 16, 1e-5),
-        "vit_tiny": (192, 12, 3, None),
-        "vit_small": (384, 12, 6, None),
-        "vit_medium": (512, 12, 8, None),
-        "vit_base": (768, 12, 12, None),
-        "vit_large": (1024, 24, 16, None),
-        "crate_tiny": (384, 12, 6, None),
-        "crate_small": (576, 12, 12, None),
-        "crate_base": (768, 12, 12, None),
-        "crate_large": (1024, 24, 16, None),
-    }
-    found = {}
-    for name in expected:
-        config = model_config(name)
-        assert config.name == f"{name}_patch16_224" and config.patch_size == 16
-        assert config == replace(model_config(f"{name}_patch8_224"), patch_size=16, name=config.name)
-        found[name] = (config.dim, config.depth, config.num_heads, config.layer_scale)
-    assert found == expected
-    small = [f"{family}_{size}" for family in FAMILIES for size in ("cifar", "digits")]
-    small += [f"{family}_{size}" for family in ("dmst", "tost", "vit") for size in ("cifar10", "cifar100")]
-    assert set(list_models()) == {f"{name}_patch{patch}_224" for name in expected for patch in (16, 8)} | set(small)
-
-
 def test_families_differ_where_they_should() -> None:
     def parts(name: str) -> tuple:
         c = model_config(name)
