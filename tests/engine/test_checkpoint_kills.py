@@ -7,12 +7,10 @@ The child counts events without any hook in the product, by Python's audit hook 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pathlib
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -27,7 +25,7 @@ import pytest
 import torch
 
 from dmst.engine.checkpoint import RunFolder, State
-from dmst.errors import DmstError, FullDiskError, OptionError
+from dmst.errors import OptionError
 
 NAMES = {"open", "os.mkdir", "os.rename", "os.rmdir", "os.remove", "os.chmod", "os.listdir", "os.scandir", "fcntl.flock"}
 FILES = ["ema.safetensors", "manifest.json", "model.safetensors", "optim.safetensors", "state.json"]
@@ -211,19 +209,6 @@ def events_in_order(place: Path) -> None:
     print(json.dumps(events_of("save and prune", place)[0]))
 
 
-def small_files_only(place: Path) -> None:
-    """A save under a limit on the size of files, which gives EFBIG."""
-    with RunFolder(place) as folder:
-        folder.save(state(3))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
-        try:
-            folder.save(state(6))
-        except DmstError as error:
-            found = folder.newest()
-            print(json.dumps({"type": type(error).__name__, "told": str(error), "newest": found and found.step}))
-            print(json.dumps(sorted(os.listdir(folder.checkpoints))))
-
-
 def hold(place: Path) -> None:
     """Hold the lock, with a forked child such as a loader's worker, until standard input ends."""
     with RunFolder(place):
@@ -298,12 +283,6 @@ def test_the_events_are_all_there_and_in_an_order_that_a_power_cut_respects(tmp_
     ]
     assert order == sorted(order) and len(events) > 60, events
     assert events.count("synced run/checkpoints") == 2  # by the save, and by the prune before it removes anything
-
-
-def test_a_limit_on_the_size_of_files_is_a_full_disk(tmp_path: Path) -> None:
-    said, names = lines("small_files_only", tmp_path)
-    assert said["type"] == FullDiskError.__name__ and said["newest"] == 3 and names == ["step_00000003"]
-    assert f"{tmp_path}/checkpoints/step_00000006 could not be written ({os.strerror(errno.EFBIG)}): it needs" in said["told"]
 
 
 def test_two_runs_do_not_share_a_folder_and_a_kill_frees_it(tmp_path: Path) -> None:

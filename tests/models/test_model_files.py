@@ -359,24 +359,6 @@ def test_weights_that_do_not_fit_are_named(change: Callable, message: str, verif
         load_model(folder, unverified=not verified)
 
 
-def test_any_header_under_right_hashes_loads_or_is_refused(folder: Path) -> None:
-    """What gets past the hashes still meets typed errors only. Mutations of the header keep its length."""
-    draw, whole, refused = random.Random(2), (folder / WEIGHTS).read_bytes(), 0
-    end = header_length(whole)
-    for i in range(100):
-        damaged = bytearray(whole)
-        if i % 2:
-            bit = draw.randrange(8 * end)
-            damaged[bit // 8] ^= 1 << bit % 8
-        else:
-            damaged[draw.randrange(8, end)] = draw.choice(b'0123456789{}[]",:-eEF I\x00\xff')
-        try:
-            load_model(forge(folder, {WEIGHTS: bytes(damaged)}))
-        except DmstError:
-            refused += 1
-    assert refused > 60
-
-
 @pytest.mark.parametrize("verified", [True, False])
 def test_a_giant_is_refused_unread(verified: bool, folder: Path, untouched: None) -> None:
     grown(folder, WEIGHTS, 10**12)
