@@ -78,7 +78,7 @@ class Run:
             at = f"{when(event.get('time'))}, step {event.get('step', 0):,}"
             if event.get("event") == "stopped":
                 reason = str(event.get("reason") or "").rstrip(".")  # of a run that was ended by what its layers did
-                by = f"ended: {reason}" if reason else f"stopped by {SIGNALS.get(event.get('signal'), 'a signal')}"
+                by = f"ended: {reason}" if reason else f"stopped by {SIGNALS.get(event.get('signal', 0), 'a signal')}"
                 went_on = f"; continued, next entry at {when(after.get('time'))}" if after else ""
                 yield f"{at}: {by}{went_on}.", []
             if event.get("event") == "start" and event is not self.starts[0]:

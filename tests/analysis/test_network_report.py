@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from dmst import cli, create_model, save_model
 from dmst.analysis import pictures
-from dmst.analysis.answers import Answers, answers, counted
+from dmst.analysis.answers import answers, counted
 from dmst.analysis.network_report import pick, write_network_report, write_run_report
 from dmst.analysis.pictures import evenly, maps_of, photos, pixels_of
 from dmst.analysis.probes import layers
@@ -130,9 +130,12 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 def test_a_thousand_classes(tmp_path: Path) -> None:
     events = told(classes=[f"class {i:04}" for i in range(1000)])
     events[-1]["by_class"] = [[i % 50, 50] for i in range(999)] + [[0, 0]]
-    text = page(tmp_path, events, small(num_classes=1000), sample())
+    network = small(num_classes=1000)
+    text = page(tmp_path, events, network, sample())
     assert "The 40 of 999 classes" in text and "1,000 classes" in text and "Classes without images: 1." in text
     assert text.count(" of 50</td>") == 40 + 2 and "class 0951" in text and "class 0049" not in text
+    text = write_network_report(tmp_path / "w.html", network, [sample(40)], "noise", weights="mine").read_text()
+    assert "most frequent mistakes" in text
 
 
 def test_nothing_evaluated(tmp_path: Path) -> None:
@@ -179,10 +182,8 @@ def test_layers_over_time(tmp_path: Path) -> None:
 
 def test_large_images_and_many_layers_keep_the_page_small(tmp_path: Path) -> None:
     network = small("dmst_tiny", dim=8, depth=13, num_classes=10)
-    path = write_run_report(tmp_path / "r.html", told(), RECIPE, network, sample(11, network))
-    check_page(path)
-    text = path.read_text()
-    assert "12 of 13 layers" in text and "layer 12</th>" in text and path.stat().st_size < 2_000_000
+    text = page(tmp_path, told(), network, sample(11, network))
+    assert "12 of 13 layers" in text and "layer 12</th>" in text and (tmp_path / "report.html").stat().st_size < 2_000_000
 
 
 def test_pieces_of_the_journal() -> None:
@@ -254,14 +255,6 @@ def test_answers_are_the_models() -> None:
     assert torch.equal(pick(looked, [5, 2]), images[[5, 2]])
 
 
-def test_calibration_by_hand() -> None:
-    sure = torch.tensor([0.5, 0.5, 0.9, 0.9], dtype=torch.float64)
-    labels, says = torch.tensor([0, 1, 1, 1]), torch.tensor([0, 0, 1, 1])
-    _, _, _, error, bins = counted(Answers(says, sure, labels, says == labels, []), "four", 2)
-    assert error == pytest.approx(0.5 * 0.0 + 0.5 * 0.1) and [b.share for b in bins] == [0.5, 0.5]
-    assert [b.right for b in bins] == [0.5, 1.0]
-
-
 def test_the_page_of_weights(tmp_path: Path) -> None:
     """Of a network with a gate, of one without memberships, and of images without labels."""
     for name, wanted, missing in (
@@ -282,15 +275,6 @@ def test_the_page_of_weights(tmp_path: Path) -> None:
         answers(model, [])
     with pytest.raises(OptionError, match="no labels"):
         counted(answers(model, looked), "photos", 3)
-
-
-def test_many_classes(tmp_path: Path) -> None:
-    """Pairs in place of a table of 20 x 20."""
-    model = create_model("dmst_digits", depth=1, num_classes=20)
-    images = torch.randn(40, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    batches = [(images, torch.arange(40) % 20)]
-    text = write_network_report(tmp_path / "many.html", model, batches, "noise", weights="mine").read_text()
-    assert "most frequent mistakes" in text and "class 19" in text
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
