@@ -44,7 +44,7 @@ def data_list(data_dir: str = typer.Option(None, envvar="DMST_DATA", help=HELP))
     rows = []
     for name, entry in CATALOG.items():
         images = " + ".join(f"{count:,}" for count in entry.counts.values())
-        rows.append((name, images, str(_number_of_classes(entry)), _here(name, entry, data_dir)))
+        rows.append((name, images, str(entry.class_count), _here(name, entry, data_dir)))
     Terminal().print(_grid(("name", "train + test", "classes", "in the data folder"), rows))
     say(f"Data folder: {data_dir}" if data_dir else NO_FOLDER)
 
@@ -156,7 +156,7 @@ def data_verify(
 def _facts(name: str, entry: Entry) -> Iterator[tuple[str, str]]:
     classes = entry.classes if isinstance(entry.classes, tuple) else ()
     shown = classes if len(classes) <= 2 * SHOWN else (*classes[:SHOWN], "...", classes[-1])
-    yield "classes", f"{_number_of_classes(entry):,}" + (f": {', '.join(shown)}" if shown else "")
+    yield "classes", f"{entry.class_count:,}" + (f": {', '.join(shown)}" if shown else "")
     yield "splits", ", ".join(f"{split} {count:,} images" for split, count in entry.counts.items()) + f", {entry.size}"
     yield "licence", entry.licence
     yield "source", entry.source
@@ -195,10 +195,6 @@ def _here(name: str, entry: Entry, data_dir: str | None) -> str:
     if not found:
         return f"no: dmst data fetch {name}"  # of ImageNet it says how to get it
     return entry.format.what if len(found) == len(entry.counts) else f"{entry.format.what}, {' and '.join(found)} only"
-
-
-def _number_of_classes(entry: Entry) -> int:
-    return entry.classes if isinstance(entry.classes, int) else len(entry.classes)
 
 
 def _grid(columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> Table:

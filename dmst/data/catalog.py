@@ -58,6 +58,10 @@ class Entry(NamedTuple):
     by_hand: str = ""  # where it gets none: what to do
     pickles: tuple[str, ...] = ()  # another form that the authors publish, known and refused
 
+    @property
+    def class_count(self) -> int:
+        return self.classes if isinstance(self.classes, int) else len(self.classes)
+
 
 def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
@@ -83,7 +87,7 @@ DIGITS = words("0 1 2 3 4 5 6 7 8 9")
 
 IMAGENET = Statistics((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CIFAR = Statistics((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))  # SVHN's too: weights of one start the other
-TINY = Statistics((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
+TINY = Statistics((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))  # as commonly published
 REGISTER = """ImageNet is not fetched: its terms ask every user to register.
 Make an account at https://image-net.org and get ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, or join the
 ImageNet Object Localization Challenge on Kaggle. These layouts are read, below {folder}/imagenet or {folder}:
@@ -216,10 +220,10 @@ def open_set(name_or_folder: str | Path, split: str, *, data_dir: str | Path | N
     choose(f"split of {name}", split, entry.counts)
     asked = Asked(name, split, entry.classes if isinstance(entry.classes, tuple) else ())
     found = entry.built_in(asked) if entry.built_in else _read(entry, asked, _data_folder(name, data_dir))
-    wanted = entry.classes if isinstance(entry.classes, int) else len(entry.classes)
-    if len(found.classes) != wanted:
+    if len(found.classes) != entry.class_count:
         raise BadFileError(
-            f"{found} has {len(found.classes)} classes, {found.classes[0]} to {found.classes[-1]}; {entry.title} has {wanted}. "
+            f"{found} has {len(found.classes)} classes, {found.classes[0]} to {found.classes[-1]}; {entry.title} has "
+            f"{entry.class_count}. "
             "To open only a part of it, give the path of its folder, not its name."
         )
     if len(found) != entry.counts[split]:

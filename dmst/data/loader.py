@@ -107,7 +107,9 @@ class TrainStream(_Stream):
 
     def batches(self, first_step: int, last_step: int) -> Iterator[Batch]:
         """This process's micro-batches of the steps first_step .. last_step - 1, in the order (step, micro-step)."""
-        pixels = iter(()) if self._pixels is not None else self._read(first_step, last_step)
+        pixels: Iterator[Tensor] = iter(())
+        if self._pixels is None:
+            pixels = read(self._samples, self._keys(first_step, last_step), self.workers, self.device)
         position = torch.arange(self.steps_per_epoch * self.batch_size, device=self.device)
         weight = torch.ones(self.micro_batch, device=self.device)
         here, sample, epoch_here = -1, position, position
@@ -131,24 +133,13 @@ class TrainStream(_Stream):
             for micro in range(self.shard.micro_steps):
                 yield self.epoch_of(step), start + micro * self.micro_batch
 
-    def _read(self, first_step: int, last_step: int) -> Iterator[Tensor]:
+    def _keys(self, first_step: int, last_step: int) -> Iterator[list[Key]]:
         """All micro-batches from the first step to the last, so that workers never restart."""
-        return read(self._samples, _Keys(self, first_step, last_step), self.workers, self.device)
+        for epoch, start in self._slices(first_step, last_step):
+            yield [(epoch, sample) for sample in self._order(epoch)[start : start + self.micro_batch].tolist()]
 
     def _order_of(self, epoch: int) -> Tensor:
         return order.epoch_order(len(self.image_set), self.seed, epoch, self.augment.repeats, self.batch_size)
-
-
-class _Keys:
-    """A batch sampler."""
-
-    def __init__(self, stream: TrainStream, first_step: int, last_step: int) -> None:
-        self.stream, self.steps = stream, (first_step, last_step)
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        for epoch, start in self.stream._slices(*self.steps):
-            for_batch = self.stream._order(epoch)[start : start + self.stream.micro_batch]
-            yield [(epoch, sample) for sample in for_batch.tolist()]
 
 
 class EvalStream(_Stream):

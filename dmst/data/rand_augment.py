@@ -23,20 +23,9 @@ from dmst.data.geometry import integers, sample
 from dmst.errors import OptionError
 
 OPERATIONS = (
-    *(
-        "AutoContrast",
-        "Equalize",
-        "Invert",
-        "Rotate",
-        "Posterize",
-        "Solarize",
-        "SolarizeAdd",
-        "Color",
-        "Contrast",
-        "Brightness",
-    ),
-    *("Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY"),
-)
+    "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast", "Brightness",
+    "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY",
+)  # fmt: skip
 NUMBER = {name: i for i, name in enumerate(OPERATIONS)}
 DRAWS = 5  # a layer: which, whether, two for the magnitude, sign
 KEYS = {"m": (0, 10), "n": (1, 15), "p": (0, 1), "mstd": (0, math.inf), "inc": (0, 1)}
@@ -55,26 +44,21 @@ def read_policy(text: str) -> Policy | None:
     if not text:
         return None
     first, *parts = text.split("-")
-    found = {}
-    for part in parts:
-        match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", part)
-        low, high = KEYS.get(match[1] if match else "", (math.inf, -math.inf))
-        if not match or match[1] in found or not low <= float(match[2]) <= high:
-            raise _wrong(text)
-        found[match[1]] = float(match[2])
-    if first != "rand" or any(found.get(key, 0) % 1 for key in ("m", "n", "inc")):
-        raise _wrong(text)
-    names = {"m": "magnitude", "n": "layers", "p": "probability", "mstd": "spread", "inc": "increasing"}
-    policy = Policy(**{names[key]: value for key, value in found.items()})  # type: ignore[arg-type]
-    return policy._replace(layers=int(policy.layers), increasing=bool(policy.increasing))
-
-
-def _wrong(text: str) -> OptionError:
-    rules = ", ".join(
-        f"{key} {low:g}..{high:g}" if high < math.inf else f"{key} >= {low:g}" for key, (low, high) in KEYS.items()
-    )
-    return OptionError(
-        f"aa is {text!r}: it must read like rand-m9-mstd0.5-inc1, each part at most once: {rules}; m, n, inc whole."
+    matches = [re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", part) for part in parts]
+    found = {match[1]: float(match[2]) for match in matches if match}
+    within = all(key in KEYS and KEYS[key][0] <= value <= KEYS[key][1] for key, value in found.items())
+    if first != "rand" or len(found) < len(parts) or not within or any(found.get(key, 0) % 1 for key in ("m", "n", "inc")):
+        raise OptionError(
+            f"aa is {text!r}: it must read like rand-m9-mstd0.5-inc1, each part at most once: m 0..10, n 1..15, p 0..1, "
+            "mstd >= 0, inc 0..1; m, n, inc whole."
+        )
+    default = Policy()
+    return Policy(
+        found.get("m", default.magnitude),
+        int(found.get("n", default.layers)),
+        found.get("p", default.probability),
+        found.get("mstd", default.spread),
+        bool(found.get("inc", default.increasing)),
     )
 
 

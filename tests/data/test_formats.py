@@ -376,36 +376,6 @@ def test_imagenet_flat_with_a_solution(beside: str, tmp_path: Path) -> None:
         imagenet.read(root / "val", Asked("imagenet", "test"))
 
 
-@pytest.mark.parametrize("with_train", [True, False])
-def test_imagenet_flat_with_the_development_kit(with_train: bool, tmp_path: Path) -> None:
-    """The kit counts its classes in another order than that of the WordNet ids."""
-    save = pytest.importorskip("scipy.io", reason="scipy is absent: pip install 'dmst[data]'").savemat
-    images = imagenet_folder(tmp_path, flat=True)
-    if not with_train:
-        (tmp_path / "train").rename(tmp_path / "elsewhere")
-    kit = tmp_path / "ILSVRC2012_devkit_t12/data"
-    truth = put(kit / "ILSVRC2012_validation_ground_truth.txt", "1\n3\n2\n1\n")
-    with pytest.raises(BadFileError, match=r"needs meta\.mat"):
-        imagenet.read(tmp_path / "val", Asked("imagenet", "test"))
-    kinds = [(1, IDS[1], "dog", 0), (2, IDS[2], "pole", 0), (3, IDS[0], "tench", 0), (4, "n00001740", "entity", 3)]
-    fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
-    save(kit / "meta.mat", {"synsets": np.array(kinds, dtype=fields).reshape(-1, 1)})
-    same(imagenet.read(tmp_path / "val", Asked("imagenet", "test")), images, [1, 0, 2, 1])  # type: ignore[arg-type]
-    for text, told in (
-        ("1\n2\n", "2 lines for 4 images"),
-        ("1\n2\n3\n4\n", "says '4'"),
-        ("1\n1\n3\n3\n", f"misses the class {IDS[2]}"),
-    ):
-        put(truth, text)
-        if with_train or "misses" not in told:
-            with pytest.raises(BadFileError, match=told):
-                imagenet.read(tmp_path / "val", Asked("imagenet", "test"))
-    put(truth, "1\n3\n2\n1\n")
-    put(kit / "meta.mat", b"broken")
-    with pytest.raises(BadFileError, match=r"meta\.mat is not that of the development kit"):
-        imagenet.read(tmp_path / "val", Asked("imagenet", "test"))
-
-
 # --- WebDataset shards -----------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,6 @@ import os
 import re
 import tarfile
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,29 +27,24 @@ IMAGES = tuple(ending[1:] for ending in folders.ENDINGS)
 MOST_LABEL = 1 << 20
 
 
-class _Index(NamedTuple):
-    """All samples of a split, in columns: a million Python objects would be copied by every worker that counts references."""
-
-    keys: np.ndarray  # bytes
-    numbers: np.ndarray  # (n, 4): shard, offset, size, label
-
-
 class ShardSet(ImageSet):
-    """Pieces of tar files."""
+    """Pieces of tar files. Where they are is kept in arrays: a million Python objects would be copied by every worker."""
 
-    def __init__(self, asked: Asked, classes: tuple[str, ...], shards: list[Path], index: _Index) -> None:
-        self._shards, self._index = shards, index
-        mark = digest(*classes, *(shard.name for shard in shards), *index)
-        super().__init__(asked.name, asked.split, classes, index.numbers[:, 3], fingerprint=mark)
+    def __init__(
+        self, asked: Asked, classes: tuple[str, ...], shards: list[Path], keys: np.ndarray, numbers: np.ndarray
+    ) -> None:
+        self._shards, self._keys, self._numbers = shards, keys, numbers  # bytes; (n, 4): shard, offset, size, label
+        mark = digest(*classes, *(shard.name for shard in shards), keys, numbers)
+        super().__init__(asked.name, asked.split, classes, numbers[:, 3], fingerprint=mark)
 
     def where(self, index: int) -> str:
-        return f"{self._shards[self._index.numbers[index, 0]]}, {os.fsdecode(bytes(self._index.keys[index]))}"
+        return f"{self._shards[self._numbers[index, 0]]}, {os.fsdecode(bytes(self._keys[index]))}"
 
     def files(self) -> list[Path]:
         return self._shards
 
     def source(self, index: int) -> bytes:
-        shard, offset, size, _ = self._index.numbers[index].tolist()
+        shard, offset, size, _ = self._numbers[index].tolist()
         with self._shards[shard].open("rb") as file:  # opened anew: workers must not share a place in a file
             file.seek(offset)
             return file.read(size)
@@ -73,17 +67,17 @@ def read(place: Path, asked: Asked) -> ShardSet:
     if not shards:
         told = " or ".join(f"{name}-*.tar" for name in SPLITS[asked.split])
         raise MissingSplitError(f"{place} has no shards of the split {asked.split!r}: they would be called {told}.")
-    index = _indexed(shards)
+    keys, numbers = _indexed(shards)
     if (place / "classes.txt").is_file():
         classes = tuple(lines(place / "classes.txt"))
     else:  # the numbers themselves; those of train, for every split
         train = _shards(place, "train") if asked.split != "train" else []
-        labels = (_indexed(train) if train else index).numbers[:, 3]
+        labels = (_indexed(train)[1] if train else numbers)[:, 3]
         most = int(labels.max(initial=-1))
         if most >= max(len(labels), 1):
             raise BadFileError(f"{place}: a label is {most}, and {len(labels):,} images cannot be of that many classes.")
         classes = tuple(str(label) for label in range(most + 1))
-    return ShardSet(asked, classes, shards, index)
+    return ShardSet(asked, classes, shards, keys, numbers)
 
 
 def _shards(folder: Path, split: str) -> list[Path]:
@@ -95,7 +89,7 @@ def _shards(folder: Path, split: str) -> list[Path]:
     return []
 
 
-def _indexed(shards: list[Path]) -> _Index:
+def _indexed(shards: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     keys: list[bytes] = []
     numbers: list[tuple[int, int, int, int]] = []
     for number, shard in enumerate(shards):
@@ -108,7 +102,7 @@ def _indexed(shards: list[Path]) -> _Index:
                 numbers.append((number, *image, label))
         except (tarfile.TarError, OSError, EOFError) as error:
             raise BadFileError(f"{shard} is not a sound tar file ({error}): make or copy it again.") from error
-    return _Index(np.array(keys, dtype=np.bytes_), np.array(numbers, np.int64).reshape(-1, 4))
+    return np.array(keys, dtype=np.bytes_), np.array(numbers, np.int64).reshape(-1, 4)
 
 
 def _samples(shard: Path) -> dict[str, tuple[tuple[int, int] | None, int | None]]:
