@@ -418,6 +418,6 @@ def _is_required(rule: Field[Any]) -> bool:
     return rule.default is REQUIRED and rule.default_factory is REQUIRED
 
 
-def _toml(value: bool | int | float | str) -> str:
+def _toml(value: Any) -> str:
     """A value as TOML writes it; JSON's way is one of TOML's."""
     return json.dumps(value, ensure_ascii=False)

@@ -237,7 +237,8 @@ class _Run:
                 "schedule.epochs must be more."
             )
         if state.scaler and self.recipe.run.amp == "fp16":
-            self.train_step.scale, self.train_step.good, self.train_step.skipped = state.scaler
+            scale, good, skipped = state.scaler
+            self.train_step.scale, self.train_step.good, self.train_step.skipped = scale, int(good), int(skipped)
         done = f"finished: {self.steps:,} steps" if self.step == self.steps else f"going on from step {self.step:,}"
         self.watch.say(f"The run in {self.folder.path} is {done}.")
         if state.processes != self.group.world:
