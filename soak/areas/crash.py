@@ -40,8 +40,8 @@ from dmst.engine.optim import Mean, Muon
 from dmst.engine.train_step import TrainStep
 from soak.case import Case
 from tests.engine.test_checkpoint_kills import FILES, Halves
+from tests.engine.test_train_kills import SIGNALS, at_call, die, in_child
 from tests.runs import EVERYTHING, on_pictures, pictures, told
-from tests.test_train_kills import SIGNALS, at_call, die, in_child
 
 TITLE = "Kills, signals, full disks"
 STEPS, EVERY = 24, 3

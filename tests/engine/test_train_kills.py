@@ -10,8 +10,6 @@ import errno
 import json
 import os
 import pathlib
-import random
-import select
 import shutil
 import signal
 import subprocess
@@ -34,7 +32,7 @@ from dmst.engine.recipe import Recipe
 from dmst.errors import FullDiskError, SaveError
 from tests.runs import EVERYTHING, CutAfter, digests, on_pictures, pictures, told
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # --- events: what a child does to itself ------------------------------------------------------------------------------
 
@@ -99,13 +97,11 @@ def at_call(owner: Any, name: str, count: int, act: Callable[[], Any] = die) -> 
 
 
 KINDS: dict[str, Callable[[], None]] = {
-    "in a file of a checkpoint": lambda: at_half("optim.safetensors", "-6/", 5),
-    "before its rename": lambda: at_audit("os.rename", ".tmp-", "step_00000006"),
-    "after its rename": lambda: at_call(
-        atomic, "sync", 9
-    ),  # of the run, three of its files; then by step: folder, its parent, that again
+    "in a file of a checkpoint": lambda: at_half("optim.safetensors", ".step_00000006."),
+    "before its rename": lambda: at_audit("os.rename", "/.step_00000006."),
+    "after its rename": lambda: at_call(atomic, "sync", 9),  # three files of the run; then by step: folder, parent, that again
     "while the oldest is removed": lambda: at_audit("os.remove", "model.safetensors"),
-    "before the last one is removed": lambda: at_audit("os.rename", "dead.step_00000006"),  # no other save follows
+    "before the last one is removed": lambda: at_audit("os.rename", "/step_00000006 "),  # no other save follows
     "in a step, between two optimizers": lambda: at_call(Muon, "step", 8),
     "in an evaluation": lambda: at_call(evaluate, "_add", 2),
     "while the model is written": lambda: at_half("model.safetensors", ".final."),
@@ -221,39 +217,10 @@ def signals(place: Path) -> None:
         print(json.dumps(found | compared(run, whole_run)), flush=True)
 
 
-def random_times(place: Path) -> None:
-    """Two workers read the images; the process group is killed, and once its leader alone."""
-    recipe, _ = warm(place, "data.path=workers", "data.scan=none", "augment.flip=0.5", "augment.resized_crop=0.35")
-    chance = random.Random(0)
-
-    def run(where: Path, wait: float = 60.0, leader_alone: bool = False) -> int:
-        child = in_child(lambda: train_loop.train(recipe, where, device="cpu", workers=2), group=True)
-        handle = os.pidfd_open(child)
-        select.select([handle], [], [], wait)
-        os.close(handle)
-        os.kill(child, signal.SIGKILL) if leader_alone else os.killpg(child, signal.SIGKILL)
-        return os.waitpid(child, 0)[1]
-
-    began = time.monotonic()
-    assert run(place / "workers") == 0
-    took, killed, tries = time.monotonic() - began, 0, 0
-    while killed < 3 and tries < 9:
-        status = run(place / "killed", chance.uniform(0.1, 0.4) * took, leader_alone=killed == 1)
-        tries, killed = tries + 1, killed + (status == signal.SIGKILL)
-        if status == 0:  # it was faster: from the beginning
-            shutil.rmtree(place / "killed")
-    assert run(place / "killed") == 0
-    found = compared(place / "killed", place / "workers") | {
-        "killed": killed,
-        "workers": compared(place / "workers", place / "whole"),
-    }
-    print(json.dumps(found), flush=True)
-
-
 def lines(*arguments: str) -> list[Any]:
     """What this file as a program prints, warnings as errors."""
     strict = ["-W", "error", "-W", "ignore:This process:DeprecationWarning"]  # the second: loaders fork where threads are
-    command = [sys.executable, *strict, "-m", "tests.test_train_kills", *arguments]
+    command = [sys.executable, *strict, "-m", "tests.engine.test_train_kills", *arguments]
     program = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=110, check=True)
     return [json.loads(line) for line in program.stdout.splitlines() if line.startswith("{")]
 
@@ -264,12 +231,14 @@ SAME = {"bits": [], "files": [], "lines": [], "count": 0}
 FROM = [3, 3, 6, 9, 12, 6, 3, 12, 6, 0]  # steps that are not lost
 
 
+@pytest.mark.process
 def test_a_run_killed_at_any_kind_of_event_ends_in_the_same_bits(tmp_path: Path) -> None:
     found = lines("kills", str(tmp_path))
     for kind, step, each in zip(KINDS, FROM, found, strict=True):
         assert each == {"kind": kind, "status": signal.SIGKILL, "from": step, **SAME}
 
 
+@pytest.mark.process
 def test_a_run_that_is_told_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
     found = lines("signals", str(tmp_path))
     for kind, code, step, each in zip(SIGNALS, (143, 130, 130, 143), (5, 5, 3, 5), found, strict=True):
@@ -277,11 +246,6 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
         each["lines"] = [event for event in each["lines"] if (event["event"], event["step"]) != ("checkpoint", 5)]
         each["count"] -= step == 5  # the checkpoint of the stop
         assert each == {"kind": kind, "status": code, "from": step, "again": 0, **SAME}
-
-
-def test_random_kills_of_a_run_with_workers(tmp_path: Path) -> None:
-    (found,) = lines("random_times", str(tmp_path))
-    assert found == {"killed": 3, "workers": SAME, **SAME}
 
 
 # --- no room ---------------------------------------------------------------------------------------------------------
@@ -307,7 +271,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, number: int, *parts: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "kind", "code"),
-    [(errno.ENOSPC, FullDiskError, 75), (errno.EDQUOT, FullDiskError, 75), (errno.EIO, SaveError, 1)],
+    [(errno.ENOSPC, FullDiskError, 75), (errno.EIO, SaveError, 1)],
 )
 def test_a_disk_that_fails_keeps_the_old_checkpoint(
     number: int, kind: type[SaveError], code: int, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -316,18 +280,9 @@ def test_a_disk_that_fails_keeps_the_old_checkpoint(
     train_loop.train(recipe, tmp_path / "whole", device="cpu")
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
     with pytest.MonkeyPatch.context() as patch:
-        fails(patch, number, "-6/", "ema.safetensors")
-        arguments = [
-            "dmst",
-            "train",
-            str(tmp_path / "recipe.toml"),
-            "--out",
-            str(tmp_path / "run"),
-            "--device",
-            "cpu",
-            "--no-report",
-        ]
-        patch.setattr(sys, "argv", [*arguments, "--quiet"])
+        fails(patch, number, ".step_00000006.", "ema.safetensors")
+        places = [str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "run")]
+        patch.setattr(sys, "argv", ["dmst", "train", *places, "--device", "cpu", "--no-report", "--quiet"])
         with pytest.raises(SystemExit) as leaves:
             cli.main()
     assert leaves.value.code == code == kind.exit_code
