@@ -1,4 +1,4 @@
-"""Names from outside: forty of them, as classes, files and folders, over every command that shows names.
+"""Names from outside: twenty of them, as classes, files and folders, over every command that shows names.
 
 Nothing that is not printable may reach a terminal or a page, no name may be read as markup, and JSON gives every name back.
 """
@@ -34,20 +34,15 @@ from dmst.terminal import Terminal
 
 NAMES = [
     # what a terminal obeys
-    "osc8 \x1b]8;;http:evil.example\x07click\x1b]8;;\x07", "osc52 \x1b]52;c;cm0gLXJm\x07", "osc0 \x1b]0;title\x1b\\",
-    "csi \x1b[2J\x1b[H", "sgr \x1b[31mred", "bell\x07", "back\x08\x08\x08\x08gone", "over\rwritten", "new\nline: all is well",
-    "tab\there", "delete\x7f", "c1 \x9b2J", "c1 osc \x9d0;title\x9c", "vertical\x0bform\x0c", "shift\x0e\x0f",
-    # what turns lines around, or is not seen
-    "bidi \u202egpj.exe", "isolate \u2066x\u2069", "zero\u200bwidth\u200d", "lines\u2028and\u2029", "\ufefforder",
-    # bytes that are not UTF-8
-    "byte \udcff", "half \udcc3(", "\udcf0\udc9f\udc98",
-    # markup of rich
-    "[bold]", "[red on white]", "[red]x[", "[link=http:evil.example]here", ":smile:", "\\[bold]",
-    # markup of pages and templates
-    "<script>alert(1)<script>", '"><img src=x onerror=alert(1)>', "&amp;&#x27;", "{{7*7}}${x}`id`", "%s%n%(x)s",
+    "osc8 \x1b]8;;http:evil.example\x07click\x1b]8;;\x07", "csi \x1b[2J\x1b[H", "back\x08\x08\x08\x08gone", "over\rwritten",
+    "new\nline: all is well", "c1 \x9b2J",
+    # what turns lines around, or is not seen; bytes that are not UTF-8
+    "bidi \u202egpj.exe", "zero\u200bwidth\u200d", "lines\u2028and\u2029", "byte \udcff", "half \udcc3(",
+    # markup of rich, of pages and templates
+    "[bold]", "[link=http:evil.example]here", ":smile:", "<script>alert(1)<script>", '"><img src=x onerror=alert(1)>',
+    "&amp;&#x27;",
     # honest names
-    "-rf", "two  words 'and' \"quotes\"", "\u732b\u3068\u72ac", "\u05d7\u05ea\u05d5\u05dc", "e\u0301\u0301 \U0001f408",
-    "n" * 251,
+    "-rf", "\u732b\u3068\u72ac", "n" * 251,
 ]  # fmt: skip
 PLAIN = [name for name in NAMES if name.isprintable()]
 NO_FILES = [
@@ -95,7 +90,6 @@ def typed(*words: Any, encoding: str = "utf-8") -> tuple[int, str, str]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every name is a class, and the file of its images."""
     folder, chance = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    assert len(NAMES) == 40 == len(set(NAMES))
     for name in NAMES:
         for split in ("train", "test"):
             (folder / split / name).mkdir(parents=True)
@@ -107,7 +101,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run on them, and what `dmst train` said; its folder has an odd name too."""
     out = tmp_path_factory.mktemp("runs") / NAMES[0]
-    settings = SMALL | {"schedule.epochs": 1, "schedule.warmup_epochs": 0.5, "run.batch_size": 20, "data.image_size": 8}
+    settings = SMALL | {"schedule.epochs": 1, "schedule.warmup_epochs": 0.5, "run.batch_size": 10, "data.image_size": 8}
     changes = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     status, said, err = typed("train", "digits", "--data", data, "--model", "dmst_cifar", "--out", out, *changes, *CPU)
     assert status == 0, err
@@ -159,7 +153,7 @@ def plain_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_train(run: tuple[Path, str], plain_page: Path) -> None:
     folder, said = run
-    assert "40: " in said and all(name in said for name in sorted(NAMES)[:12] if name.isprintable())
+    assert "20: " in said and all(name in said for name in sorted(NAMES)[:12] if name.isprintable())
     assert len(said.splitlines()) < 20  # no name begins a line of its own
     told = unharmed(folder / "report.html", plain_page)
     assert "[bold]" in told and "<script>alert(1)<script>" in told and r"byte \xff" in told
@@ -169,7 +163,7 @@ def test_train(run: tuple[Path, str], plain_page: Path) -> None:
 def test_evaluate(run: tuple[Path, str]) -> None:
     status, out, _ = typed("evaluate", run[0], *CPU)
     assert status == 0 and [name for name in PLAIN if name not in out] == []
-    assert r"back\x08\x08\x08\x08gone" in out and r"osc52 \x1b]52;c;cm0gLXJm\x07" in out and r"byte \xff" in out
+    assert r"back\x08\x08\x08\x08gone" in out and r"csi \x1b[2J" in out and r"byte \xff" in out
     assert r"new\nline: all is well" in out and r"bidi \u202egpj.exe" in out and r"half \xc3(" in out
     status, out, _ = typed("evaluate", run[0], *CPU, "--json")
     assert status == 0 and list(json.loads(out)["by_class"]) == sorted(NAMES) and json.loads(out)["weights"] == str(run[0])
@@ -178,35 +172,18 @@ def test_evaluate(run: tuple[Path, str]) -> None:
 def test_classify(run: tuple[Path, str], data: Path, tmp_path: Path) -> None:
     photos = [data / "test" / name / f"{name}.png" for name in NAMES]
     asked = ["classify", *photos, "--weights", run[0]]
-    status, out, _ = typed(*asked, "--top", 40)
-    assert status == 0 and len(out.splitlines()) == 40
+    status, out, _ = typed(*asked, "--top", 20)
+    assert status == 0 and len(out.splitlines()) == 20
     assert all(out.splitlines()[0].count(f"{name} ") for name in PLAIN)
     assert all(f"{name}.png: " in line for name, line in zip(NAMES, out.splitlines(), strict=True) if name in PLAIN)
-    status, out, _ = typed(*asked, "--top", 40, "--json", "--maps", tmp_path / "maps")
+    status, out, _ = typed(*asked, "--top", 20, "--json", "--maps", tmp_path / "maps")
     told = [json.loads(line) for line in out.splitlines()]
     assert status == 0 and [Path(each["photo"]) for each in told] == photos
     assert all({row["class"] for row in each["top"]} == set(NAMES) for each in told)
-    assert len({each["maps"] for each in told}) == 40 and all(Path(each["maps"]).is_file() for each in told)
-    assert Path(told[20]["maps"]).name == f"{NAMES[20]}.png.png"  # as it is named, where there is room
+    assert len({each["maps"] for each in told}) == 20 and all(Path(each["maps"]).is_file() for each in told)
+    assert Path(told[9]["maps"]).name == f"{NAMES[9]}.png.png"  # as it is named, where there is room
     status, out, err = typed("classify", "-rf.png", "--weights", run[0])
     assert status == 2 and "No such option" in err
-
-
-def test_bad_images(run: tuple[Path, str], tmp_path: Path) -> None:
-    """Files that cannot be read are named, as they are."""
-    for name in NAMES:
-        for kind in ("ok", "bad"):
-            (tmp_path / "data" / kind).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "data/bad" / f"{name}.png").write_bytes(b"no image")
-    Image.new("RGB", (8, 8)).save(tmp_path / "data/ok/0.png")
-    (tmp_path / "loose").mkdir()
-    (tmp_path / "loose" / f"{NAMES[8]}.png").write_bytes(b"")
-    status, out, _ = typed("classify", tmp_path / "data/bad", tmp_path / "loose", "--weights", run[0])
-    assert status == 1 and [name for name in PLAIN if f"{name}.png: " not in out] == [] and len(out.splitlines()) == 41
-    settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
-    words = ["train", "digits", "--data", tmp_path / "data", "--model", "dmst_cifar", "--out", tmp_path / "run", *settings]
-    status, _, err = typed(*words, "--set", "data.eval=", "--set", "data.image_size=8", *CPU)
-    assert status == 1 and [name for name in PLAIN if f"{name}.png: " not in err] == [] and len(err.splitlines()) == 42
 
 
 def test_report(run: tuple[Path, str], plain_page: Path, tmp_path: Path) -> None:
@@ -216,68 +193,37 @@ def test_report(run: tuple[Path, str], plain_page: Path, tmp_path: Path) -> None
     assert [name for name in PLAIN if len(name) <= 26 and name not in told] == [] and r"byte \xff" in told
 
 
-def test_a_page_is_named_after_the_weights(run: tuple[Path, str], tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        model = create_model("dmst_digits", dim=16, depth=1, num_heads=2)
-        for name in (NAMES[20], "m" * 255):
-            save_model(model, tmp_path / "in").rename(tmp_path / name)
-            status, *_ = typed("report", tmp_path / name, "--limit", 2, *CPU)
-            assert status == 0
-    assert len(list(tmp_path.glob("*-report.html"))) == 2
-
-
+@pytest.mark.slow
 def test_analyze(run: tuple[Path, str], data: Path, plain_page: Path, tmp_path: Path) -> None:
-    (tmp_path / "weights").symlink_to(run[0])
     few = ["--limit", "4", *CPU]
-    for verb in ("certify", "theorem", "scored", "rates"):
+    for verb in ("certify", "rates"):
         status, out, _ = typed("analyze", verb, run[0], *few)
         assert status == 0 and out
-        status, out, _ = typed("analyze", verb, run[0], *few, "--json")
-        assert status == 0 and (
-            verb == "scored" or str(run[0]) in (json.loads(out), json.loads(out).get("weights"))[verb != "rates"]
-        )
-    status, _, _ = typed("analyze", "rates", run[0], tmp_path / "weights", *few, "--page", tmp_path / "rates.html")
+    status, _, _ = typed("analyze", "rates", run[0], *few, "--page", tmp_path / "rates.html")
     assert status == 0 and r"osc8 \x1b]8;;" in unharmed(tmp_path / "rates.html", plain_page)
     photos = [data / "test" / name / f"{name}.png" for name in NAMES]
-    asked = ["analyze", "maps", *photos, "--weights", run[0], "--out", tmp_path / "maps"]
-    status, out, _ = typed(*asked, "--json")
+    status, out, _ = typed("analyze", "maps", *photos, "--weights", run[0], "--out", tmp_path / "maps", "--json")
     told = [json.loads(line) for line in out.splitlines()]
-    assert status == 0 and len(told) == 40 and all(Path(each["picture"]).is_file() for each in told)
-    assert {each["answer"] for each in told} <= set(NAMES)
-    status, out, _ = typed("analyze", "maps", photos[0], "--weights", run[0], "--out", tmp_path / NAMES[8])
-    assert status == 0 and len(out.splitlines()) == 1
+    assert status == 0 and len(told) == 20 and {each["answer"] for each in told} <= set(NAMES)
 
 
 def test_data_info(data: Path, tmp_path: Path) -> None:
-    for name in NAMES:
+    for name in NAMES[:10]:
         (tmp_path / name).symlink_to(data)
-        status, out, err = typed("data", "info", tmp_path / name)
-        assert status == 0 and "40 images" in out
-        status, _, err = typed("data", "info", tmp_path / f"{name[:200]} is gone")
-        assert status == 2 and "unknown dataset" in err
-    (data / "test" / NAMES[0]).rename(data / "test" / "gone \x1b[2J\n")
-    try:
-        status, out, _ = typed("data", "info", data)
-    finally:
-        (data / "test" / "gone \x1b[2J\n").rename(data / "test" / NAMES[0])
-    assert status == 0 and r"misses the class osc8 \x1b]8" in out
+        status, out, _ = typed("data", "info", tmp_path / name)
+        assert status == 0 and "20 images" in out
 
 
-@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[4], NAMES[9], NAMES[12]], ids=["escape", "line", "byte", "markup"])
 def test_a_name_that_is_not_there(name: str, tmp_path: Path) -> None:
     """Every command that takes a name refuses it, and quotes it as it is where it is plain."""
     digits = ["--weights", "dmst_digits"]
     for words in (
-        ["classify", name, *digits], ["classify", "--device", name, tmp_path, *digits], ["models", "--card", name],
-        ["classify", tmp_path, "--weights", name], ["explore", "--no-open", "--model", name], ["models", name], ["demo", name],
-        ["train", name], ["train", "digits", "--data", name], ["train", "digits", "--set", name], ["evaluate", name],
-        ["recipes", name], ["evaluate", "dmst_digits", "--data", name], ["data", name], ["data", "info", name],
-        ["report", name], ["data", "fetch", name, "--data-dir", tmp_path],
-        ["data", "verify", name, "--data-dir", tmp_path / name[:99]], ["analyze", name], ["analyze", "certify", name],
-        ["analyze", "maps", name, "--out", "out", *digits], ["analyze", "scored", "--layer", name],
-        ["reproduce", name], ["doctor", name],
-        ["--import", name, "operators"], [name],
+        ["classify", name, *digits], ["classify", "--device", name, tmp_path, *digits],
+        ["classify", tmp_path, "--weights", name],
+        ["explore", "--no-open", "--model", name], ["models", name], ["train", name], ["train", "digits", "--set", name],
+        ["evaluate", name], ["recipes", name], ["data", "info", name], ["report", name], ["analyze", "certify", name],
+        ["reproduce", name], ["doctor", name], ["--import", name, "operators"], [name],
     ):  # fmt: skip
         status, out, err = typed(*words)
         assert status in (1, 2) and not out and err, words
@@ -285,9 +231,8 @@ def test_a_name_that_is_not_there(name: str, tmp_path: Path) -> None:
 
 def test_a_terminal_that_knows_less(run: tuple[Path, str]) -> None:
     """ASCII or Latin-1: what it cannot write is escaped."""
-    for encoding in ("ascii", "latin-1"):
-        status, out, _ = typed("evaluate", run[0], *CPU, encoding=encoding)
-        assert status == 0 and r"\u732b\u3068\u72ac" in out and "[bold]" in out
+    status, out, _ = typed("evaluate", run[0], *CPU, encoding="ascii")
+    assert status == 0 and r"\u732b\u3068\u72ac" in out and "[bold]" in out
 
 
 def test_on_a_terminal() -> None:
@@ -299,7 +244,7 @@ def test_on_a_terminal() -> None:
         table.add_row(name, style="red")
         console.print(name, Text(name, "bold"), table, style="green")
     text = re.sub(r"\x1b\[[0-9;]+m", "", screen.getvalue())
-    assert not {c for c in text if not c.isprintable() and c != "\n"} and r"sgr \x1b[31mred" in text
+    assert not {c for c in text if not c.isprintable() and c != "\n"} and r"csi \x1b[2J" in text
     assert all(text.count(name) >= 6 for name in PLAIN) and text.count(r"back\x08\x08\x08\x08gone") == 5
 
 
@@ -315,7 +260,7 @@ def test_explorer(tmp_path: Path) -> None:
     names = [*NAMES, *NO_FILES]
     model = create_model("dmst_digits", dim=16, depth=1, num_heads=2, num_classes=len(names))
     model.class_names = tuple(names)
-    folder = save_model(model, tmp_path / NAMES[20])
+    folder = save_model(model, tmp_path / NAMES[9])
     (broken := tmp_path / NAMES[0]).mkdir()
     site = Site(Session([str(folder), str(broken)]))
     try:

@@ -2,25 +2,6 @@
 
 dmst --version                this package, torch and Python
 dmst --import MODULE VERB     import a module or a .py file first: the verb then knows its operators. Repeatable
-
-Use
-dmst classify PHOTO...        what a network sees in photos, with pictures of its memberships
-dmst explore                  a page in the browser: what networks compute of your picture, and what they do without a head
-dmst models [PATTERN]         the named networks, their sizes and parameters
-dmst demo                     a DMST learns to read digits, and a page shows what it computes
-Train
-dmst train RECIPE             train or fine-tune, or go on with a run; dmst train --data FOLDER ... for images of your own
-dmst evaluate WEIGHTS         accuracy of a trained network, on the images that it held out
-dmst recipes [NAME]           the recipes that ship, what each promises; --keys: all that can be set
-dmst data list                the datasets; also data info, data fetch, data verify
-Look inside
-dmst report WEIGHTS           one page about a network: accuracy, calibration, rates, certificates, gates, answers with maps
-dmst analyze VERB             rates by layer, certificates, maps
-Research
-dmst operators                the table of operators and their options
-dmst reproduce TABLE          run what a table of experiments lacks, and write it as markdown
-Machine
-dmst doctor                   what is installed, which kernels run here, and whether they are right
 """
 
 from __future__ import annotations

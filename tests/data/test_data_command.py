@@ -204,4 +204,3 @@ def test_the_help_of_the_whole_names_the_verbs() -> None:
     assert code == 0
     for verb in ("list", "info", "fetch", "verify"):
         assert verb in text
-    assert "dmst data list" in (cli.__doc__ or "")
