@@ -17,7 +17,6 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst.kernels import compute_dtype
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import Mlp
 from dmst.models.linear import linear
@@ -48,8 +47,7 @@ class ClassAttentionBlock(OneNode):
 
     def look(self, cls: Tensor, patches: Tensor) -> Tensor:
         """What the class token sees, heads side by side (b, 1, d)."""
-        dim, dtype = cls.shape[-1], compute_dtype(patches)  # before they are joined: fewer bytes
-        q, k, v = self.qkv(torch.cat((cls.to(dtype), patches.to(dtype)), 1)).chunk(3, -1)
-        heads = self.num_heads, dim // self.num_heads
+        q, k, v = self.qkv(torch.cat((cls, patches), 1)).chunk(3, -1)
+        heads = self.num_heads, cls.shape[-1] // self.num_heads
         q, k, v = (x.unflatten(-1, heads).transpose(1, 2) for x in (q[:, :1], k, v))
         return rearrange(F.scaled_dot_product_attention(q, k, v), "b k n p -> b n (k p)")
