@@ -4,21 +4,20 @@
     runs/demo/results.json          recipe, versions, and every run: loss and accuracy by epoch, seconds, parameters
     runs/demo/dmst_digits-seed0/    a run, as `dmst train digits` leaves it; dmst.load_model reads its final/
 
-Each run has one process and one thread, so results do not depend on the number of cores. A demo that was cut short goes on by
-the same command. One that has ended is kept as runs/demo-1, -2, ...
+Each run is a command `dmst train` on one thread, so results do not depend on the number of cores. A demo that was cut short
+goes on by the same command. One that has ended is kept as runs/demo-1, -2, ...
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import signal
-import threading
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -37,9 +36,10 @@ from dmst.analysis.rate_page import rate_line
 from dmst.analysis.rates import LayerRates, rates_at
 from dmst.analysis.run_journal import Run
 from dmst.engine import journal
+from dmst.engine.prepare import RECIPE
 from dmst.engine.recipe import Recipe, read_recipe
 from dmst.engine.samples import sample
-from dmst.engine.train_loop import FINAL, train, versions
+from dmst.engine.train_loop import FINAL, versions
 from dmst.errors import DmstError, OptionError, SaveError, Stopped, need
 from dmst.models import Trace, VisionModel, load_model, model_config
 from dmst.terminal import Terminal
@@ -56,17 +56,20 @@ class Job(NamedTuple):
     def folder(self) -> str:
         return f"{self.model}-seed{self.seed}"
 
-    def recipe(self, epochs: int) -> Recipe:
-        """`digits`, for this network and seed; the warm-up keeps its share of the epochs."""
+    def changes(self, epochs: int) -> list[str]:
+        """Of the recipe `digits`, for this network and seed; the warm-up keeps its share of the epochs."""
         usual = read_recipe("digits").schedule
         changes = {"model.name": self.model, "run.seed": self.seed, "schedule.epochs": epochs}
         changes["schedule.warmup_epochs"] = usual.warmup_epochs / usual.epochs * epochs
-        return read_recipe("digits", [f"{key}={value}" for key, value in changes.items()])
+        return [f"{key}={value}" for key, value in changes.items()]
+
+    def recipe(self, epochs: int) -> Recipe:
+        return read_recipe("digits", self.changes(epochs))
 
 
-def outcome(job: Job, recipe: Recipe, folder: Path) -> dict[str, Any]:
+def outcome(job: Job, folder: Path) -> dict[str, Any]:
     """What one run gave, by its journal. Losses and accuracies have one number per epoch; seconds are of training alone."""
-    run = Run(list(journal.read(folder / journal.NAME)), recipe.to_toml())
+    run = Run(list(journal.read(folder / journal.NAME)), (folder / RECIPE).read_text(encoding="utf-8"))
     return {
         "model": job.model,
         "seed": job.seed,
@@ -74,7 +77,7 @@ def outcome(job: Job, recipe: Recipe, folder: Path) -> dict[str, Any]:
         "losses": [event["train_loss"] for event in run.evaluations],
         "accuracies": [event["model"]["top1"] for event in run.evaluations],
         "seconds": run.pace * run.facts["steps"],
-        "images": run.facts["steps"] * recipe.run.batch_size,
+        "images": run.facts["steps"] * run.settings["run"]["batch_size"],
     }
 
 
@@ -83,26 +86,26 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = 16,
     need("sklearn.datasets", "demo")  # a missing library is said before anything starts
     out, console = Path(out), Terminal()
     jobs = [Job("vit_digits", 0), *(Job("dmst_digits", seed) for seed in range(seeds)), Job("tost_digits", 0)]
-    recipes = {job: job.recipe(epochs) for job in jobs}
     make_ready(out, console)
     workers = min(workers or os.cpu_count() or 1, len(jobs))
     words = f": {len(jobs)} small networks learn to read digits on the CPU, {workers} at a time."
     console.print(Text.assemble(("dmst demo", "bold"), words))
     try:
-        train_all(recipes, out, workers, console)
+        train_all(jobs, epochs, out, workers, console)
     except KeyboardInterrupt:
         words = f"The demo was stopped. It is saved in {out}: run the same command again to continue."
         raise Stopped(words, signal.SIGINT) from None
-    outcomes = [outcome(job, recipe, out / job.folder) for job, recipe in recipes.items()]
+    outcomes = [outcome(job, out / job.folder) for job in jobs]
     first = Job("dmst_digits", 0)
-    record = {"recipe": recipes[first].tables(promise=False), "versions": versions(), "runs": outcomes}
+    recipe = first.recipe(epochs)
+    record = {"recipe": recipe.tables(promise=False), "versions": versions(), "runs": outcomes}
     atomic.write_text(out / "results.json", json.dumps(record, indent=1) + "\n")
     table = Table("network", "attention", "held-out accuracy", "runs", "parameters", "training images/s")
     for row in summary(outcomes):
         table.add_row(*row, style="bold" if row[0] == "dmst_digits" else None)
     console.print(table)
     models = [load_model(out / Job(name, 0).folder / FINAL) for name in ("dmst_digits", "tost_digits")]
-    page = write_page(out / "report.html", outcomes, recipes[first], *models)
+    page = write_page(out / "report.html", outcomes, recipe, *models)
     console.print(f"The report is {page}", style="bold green", soft_wrap=True)
     console.print("Open it in a browser; it works offline. Next: docs/tutorial.md, or `dmst models` for a list of networks.")
     console.print(f"Load the network you just trained: dmst.load_model({str(out / first.folder / FINAL)!r})", soft_wrap=True)
@@ -126,59 +129,57 @@ def make_ready(out: Path, console: Terminal) -> None:
         raise SaveError(f"{out} cannot be written ({error.strerror}): choose another folder with --out.") from error
 
 
-# --- training --------------------------------------------------------------------------------------------------------
-
-
-def train_all(recipes: Mapping[Job, Recipe], out: Path, workers: int, console: Terminal) -> None:
-    """Every job in its folder below `out`, `workers` at a time, with a bar for each. Runs that had ended are not repeated."""
-    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+def train_all(jobs: list[Job], epochs: int, out: Path, workers: int, console: Terminal) -> None:
+    """A command `dmst train` for every job, `workers` at a time, with a bar for each. Runs that had ended are not repeated."""
+    waiting, running = list(jobs), dict[Job, subprocess.Popen[str]]()
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("epochs"), TimeElapsedColumn())
-    with (
-        ProcessPoolExecutor(workers, context, _begin) as pool,
-        Progress(*bar, TextColumn("{task.fields[score]}"), console=console) as progress,
-    ):
-        bars = {
-            job: progress.add_task(f"{job.model:<11} seed {job.seed}", total=recipe.schedule.epochs, score="")
-            for job, recipe in recipes.items()
-        }
-        running = [pool.submit(_train, recipe, out / job.folder) for job, recipe in recipes.items()]
+    with Progress(*bar, TextColumn("{task.fields[score]}"), console=console) as progress:
+        bars = {job: progress.add_task(f"{job.model:<11} seed {job.seed}", total=epochs, score="", start=False) for job in jobs}
         try:
-            while running:
-                done, rest = wait(running, timeout=0.5)
-                for job, task in bars.items():
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    job = waiting.pop(0)
+                    progress.start_task(bars[job])
+                    running[job] = _start(job, epochs, out / job.folder)
+                time.sleep(0.3)
+                for job, process in list(running.items()):
+                    ended = process.poll() is not None
                     path = out / job.folder / journal.NAME
-                    told = [e for e in journal.read(path) if e["event"] == "evaluation"] if path.is_file() else []
-                    if told:
-                        progress.update(task, completed=len(told), score=f"accuracy {told[-1]['model']['top1']:.1%}")
-                if error := next(filter(None, (future.result() for future in done)), ""):
-                    raise DmstError(f"the demo stopped: {error}")
-                running = list(rest)
-        except BrokenProcessPool:
-            hint = "a script must call run_demo under `if __name__ == '__main__':`"
-            raise DmstError(f"the demo stopped: a process ended without a word ({hint}).") from None
+                    found = [e for e in journal.read(path) if e["event"] == "evaluation"] if path.is_file() else []
+                    if found:
+                        progress.update(bars[job], completed=len(found), score=f"accuracy {found[-1]['model']['top1']:.1%}")
+                    if ended:
+                        said = running.pop(job).communicate()[1]
+                        if process.returncode:
+                            raise DmstError(f"the demo stopped: {said.strip()}")
         finally:
-            for process in set(multiprocessing.active_children()) - others if running else ():
-                process.terminate()  # a run finishes its step, and the engine saves it
-            pool.shutdown(cancel_futures=True)
+            for process in running.values():
+                process.terminate()  # it finishes its step and saves it
+            for process in running.values():
+                process.communicate()
 
 
-def _begin() -> None:
-    """A process for runs: one thread, and no longer life than its parent's."""
-    os.setpgrp()  # Ctrl-C is for the parent, which ends its processes by SIGTERM
-    torch.set_num_threads(1)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # type: ignore[union-attr]
-
-
-def _train(recipe: Recipe, folder: Path) -> str:
-    """One run; returns why it failed, if it did."""
-    try:
-        train(recipe, folder, device="cpu")
-    except Stopped:
-        os._exit(1)  # it is saved; do not begin another one
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def _start(job: Job, epochs: int, folder: Path) -> subprocess.Popen[str]:
+    """In a session of its own: Ctrl-C is for the parent."""
+    command = [
+        sys.executable,
+        "-m",
+        "dmst",
+        "train",
+        "digits",
+        "--out",
+        str(folder),
+        "--device",
+        "cpu",
+        "--quiet",
+        "--no-report",
+    ]
+    command += [word for change in job.changes(epochs) for word in ("--set", change)]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    null = subprocess.DEVNULL
+    return subprocess.Popen(
+        command, env=one_thread, stdin=null, stdout=null, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

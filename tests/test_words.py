@@ -145,7 +145,7 @@ def plain_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     model = create_model("dmst_digits", pretrained=True)
     path = tmp_path_factory.mktemp("page") / "page.html"
-    page = write_network_report(path, model, sample(model, limit=40), "digits", weights="dmst_digits")
+    page = write_network_report(path, model, sample(model, limit=40), "digits", title="dmst_digits")
     more = "<details><summary></summary><code></code><pre></pre><ul><li></li></ul></details><h3></h3><circle/>"
     page.write_text(page.read_text(encoding="utf-8") + more, encoding="utf-8")
     return page

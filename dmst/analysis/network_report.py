@@ -41,34 +41,39 @@ def write_network_report(
     images: Batches,
     name: str,
     *,
-    weights: str,
+    title: str,
     measured: Measured | None = None,
     titles: Sequence[str] = (),
     run: Run | None = None,
+    in_full: bool = True,
     tick: Callable[[int], None] = lambda images: None,
 ) -> Path:
-    """`name` says which images, `weights` which weights. Goes through the images several times.
+    """`name` says which images. Goes through them several times.
 
     `measured`: what is known of its accuracy, for images without labels. `titles`: what each image is called, if it has a name.
+    Without `in_full`, the images serve for pictures alone.
     """
-    found = answers(model, images, tick)
-    rates = rates_at(model, images, tick=tick)
-    if found.labelled:
-        measured = counted(found, name, model.num_classes)
-    return _write(
-        path,
-        short(f"{weights}: network report", 80),
-        model,
-        name,
-        run,
-        measured=measured,
-        rates=rates["input"],
-        rate_lines=_rate_lines(rates),
-        certificate=certify(model, images),
-        gates=_gates(found, _classes(model)),
-        pictures=list(_gallery(model, images, found, titles)),
-        titles=titles,
-    )
+    classes = model.class_names or tuple(f"class {i}" for i in range(model.num_classes))
+    page: dict[str, Any] = dict.fromkeys(("rates", "gates", "pictures", "answers", "layers"))
+    page |= {"title": short(title, 80), "model": model, "classes": classes, "images": name, "titles": titles, "run": run}
+    found = answers(model, images, tick) if images else None
+    if found:
+        page |= {"answers": found, "pictures": list(_gallery(model, images, found, classes, titles))}
+    if found and in_full:
+        rates = rates_at(model, images, tick=tick)
+        page |= {"rates": rates["input"], "rate_lines": _rate_lines(rates), "certificate": certify(model, images)}
+        page["gates"] = _gates(found, classes)
+        measured = counted(found, name, len(classes)) if found.labelled else measured
+    right: Sequence[tuple[int, int]] = (run.end.get("by_class") if run else None) or []
+    if measured is not None:
+        right = list(zip(measured.confusion.diagonal().tolist(), measured.confusion.sum(1).tolist(), strict=True))
+        page |= {"confusion": _confusion(measured, classes), "calibration": _calibration(measured)}
+    page |= {"measured": measured, "by_class": _by_class(right, run.classes if run and measured is None else classes)}
+    if run:
+        page |= {"weights_of": WEIGHTS, "learning": learning_curves(run), "in_time": in_time, "when": when}
+        if layers := run.layers():
+            page |= {"layers": layers[-1]["layers"], "layer_lines": layer_curves(layers)}
+    return report.write(path, "network.html", **page, parameters=sum(p.numel() for p in model.parameters()))
 
 
 def write_run_report(
@@ -76,35 +81,9 @@ def write_run_report(
 ) -> Path:
     """The page of a run: its journal, its recipe as TOML, its final weights, and some images with their labels."""
     run = Run(events, recipe)
-    values: dict[str, Any] = {}
-    if sample is not None and len(sample[1]):
-        batches = list(zip(*(each.split(64) for each in sample), strict=True))
-        found = answers(model, batches)
-        values = {"pictures": list(_gallery(model, batches, found)), "answers": found}
+    batches = [] if sample is None else list(zip(*(each.split(64) for each in sample), strict=True))
     title = f"{run.facts.get('model', model.config.name)} on {run.name if run.evaluated == 'holdout' else run.data}"
-    return _write(path, short(title, 80), model, run.seen, run, **values)
-
-
-def _write(path: str | Path, title: str, model: VisionModel, name: str, run: Run | None, **values: Any) -> Path:
-    """Fill network.html. What was not measured is None, and its section is left out."""
-    classes, measured = _classes(model), values.get("measured")
-    page: dict[str, Any] = dict.fromkeys(("measured", "rates", "layers", "gates", "pictures", "answers"))
-    page |= {"title": title, "model": model, "classes": classes, "images": name, "run": run, "titles": ()}
-    page["parameters"] = sum(p.numel() for p in model.parameters())
-    right: Sequence[tuple[int, int]] = (run.end.get("by_class") if run else None) or []
-    if measured is not None:
-        right = list(zip(measured.confusion.diagonal().tolist(), measured.confusion.sum(1).tolist(), strict=True))
-        page |= {"confusion": _confusion(measured, classes), "calibration": _calibration(measured)}
-    page["by_class"] = _by_class(right, run.classes if run and measured is None else classes)
-    if run:
-        page |= {"weights_of": WEIGHTS, "learning": learning_curves(run), "in_time": in_time, "when": when}
-        if found := run.layers():
-            page |= {"layers": found[-1]["layers"], "layer_lines": layer_curves(found)}
-    return report.write(path, "network.html", **page | values)
-
-
-def _classes(model: VisionModel) -> tuple[str, ...]:
-    return model.class_names or tuple(f"class {i}" for i in range(model.num_classes))
+    return write_network_report(path, model, batches, run.seen, title=title, run=run, in_full=False)
 
 
 def _by_class(right: Sequence[tuple[int, int]], classes: Sequence[str]) -> dict[str, Any] | None:
@@ -159,7 +138,9 @@ def _gates(found: Answers, classes: Sequence[str]) -> dict[str, Any] | None:
     }
 
 
-def _gallery(model: VisionModel, images: Batches, found: Answers, titles: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+def _gallery(
+    model: VisionModel, images: Batches, found: Answers, classes: Sequence[str], titles: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """The surest answers with their maps: right, one of each class; wrong; or all where there are no labels."""
     order = found.sure.argsort(descending=True, stable=True)
     kinds = {"" if titles else "Highest confidence": order.tolist()}
@@ -174,7 +155,7 @@ def _gallery(model: VisionModel, images: Batches, found: Answers, titles: Sequen
         if chosen := which[:SHOWN]:
             some = pick(images, chosen)
             labels = (found.labels if found.labelled else found.says)[chosen].tolist()
-            shown = photos(model, some, labels, _classes(model), [titles[i] for i in chosen] if titles else ())
+            shown = photos(model, some, labels, classes, [titles[i] for i in chosen] if titles else ())
             yield {"heading": heading, "photos": shown, "maps": maps_of(model, some)}
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from dmst.analysis import report
 from dmst.analysis.charts import Line
-from dmst.analysis.rates import PLACES, LayerRates
+from dmst.analysis.rates import PLACES, QUANTITIES, LayerRates
 
 WHERE = PLACES | {"input": "before the operator"}
 BESIDE = {"all_heads": "R_var", "complete": "complete", "coding": "coding"}  # what can be compared between networks
-CURVES = ("variational", "all_heads", "raw", "complete", "coding", "gap", "active", "mass")
 
 
 def rate_line(
@@ -26,7 +24,6 @@ def rate_line(
 
 def write_page(path: str | Path, found: Mapping[str, Mapping[str, LayerRates]], images: str) -> Path:
     """`found`: network -> place -> rates; `images`: those that all of them looked at."""
-    before = {name: rates["input"] for name, rates in found.items()}
     lines = {
         quantity: {
             at: [
@@ -35,12 +32,9 @@ def write_page(path: str | Path, found: Mapping[str, Mapping[str, LayerRates]], 
             ]
             for at in WHERE
         }
-        for quantity in CURVES
+        for quantity in QUANTITIES
     }
-    rows = [
-        [str(i), *(_cell(each, quantity, i) for each in before.values() for quantity in BESIDE)]
-        for i in range(max(len(each.mean["coding"]) for each in before.values()))
-    ]
+    first = next(iter(found.values()))["input"]
     return report.write(
         path,
         "rates.html",
@@ -49,13 +43,5 @@ def write_page(path: str | Path, found: Mapping[str, Mapping[str, LayerRates]], 
         images=images,
         lines=lines,
         places=WHERE,
-        compared="all_heads" if any(math.isfinite(x) for each in before.values() for x in each.mean["all_heads"]) else "coding",
-        columns=["layer", *(f"{name}: {word}" for name in found for word in BESIDE.values())],
-        rows=rows,
-        convention=next(iter(before.values())).convention.rpartition(", ")[0],
+        convention=first.convention.rpartition(", ")[0],
     )
-
-
-def _cell(rates: LayerRates, quantity: str, layer: int) -> str:
-    values = rates.mean[quantity]
-    return f"{values[layer]:.1f}" if layer < len(values) and math.isfinite(values[layer]) else "-"

@@ -52,6 +52,6 @@ def report(
         page = out or f"{fitting(folder.resolve().name)}-report.html"
         with counted(looked.name, 2 * looked.count) as tick:
             say(write_network_report(
-                page, model, looked, looked.name, weights=folder.name or weights, titles=looked.titles, measured=measured,
-                run=run, tick=tick,
+                page, model, looked, looked.name, title=f"{folder.name or weights}: network report", titles=looked.titles,
+                measured=measured, run=run, tick=tick,
             ))  # fmt: skip

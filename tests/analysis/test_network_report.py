@@ -134,7 +134,7 @@ def test_a_thousand_classes(tmp_path: Path) -> None:
     text = page(tmp_path, events, network, sample())
     assert "The 40 of 999 classes" in text and "1,000 classes" in text and "Classes without images: 1." in text
     assert text.count(" of 50</td>") == 40 + 2 and "class 0951" in text and "class 0049" not in text
-    text = write_network_report(tmp_path / "w.html", network, [sample(40)], "noise", weights="mine").read_text()
+    text = write_network_report(tmp_path / "w.html", network, [sample(40)], "noise", title="mine").read_text()
     assert "most frequent mistakes" in text
 
 
@@ -263,13 +263,13 @@ def test_the_page_of_weights(tmp_path: Path) -> None:
     ):
         model = create_model(name, depth=2)
         looked = images_of(model, limit=50)
-        path = write_network_report(tmp_path / f"{name}.html", model, looked, looked.name, weights="<mine>")
+        path = write_network_report(tmp_path / f"{name}.html", model, looked, looked.name, title="<mine>")
         check_page(path)
         text = path.read_text()
         assert all(each in text for each in wanted) and missing not in text and "&lt;mine&gt;" in text
     model = create_model("dmst_cifar", depth=2, num_classes=3)
     looked = images_of(model, limit=4)
-    text = write_network_report(tmp_path / "photos.html", model, looked, looked.name, weights="mine").read_text()
+    text = write_network_report(tmp_path / "photos.html", model, looked, looked.name, title="mine").read_text()
     assert "<h3>Highest confidence</h3>" in text and "perfect calibration" not in text and "the photographs that ship" in text
     with pytest.raises(OptionError, match="no images"):
         answers(model, [])

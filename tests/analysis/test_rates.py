@@ -94,7 +94,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert found[str(tmp_path / "vit")]["input"]["mean"]["variational"] == [None, None]
     drawn = page.read_text()
     assert drawn.count("<svg") >= 8 and "after the block" in drawn and "http://" not in drawn.replace("http://www.w3.org", "")
-    assert "Side by side" in drawn
+    assert "R_var, all heads" in drawn
     shown = CliRunner(env={"COLUMNS": "160"}).invoke(cli.app, asked).output  # one table, the networks side by side
     assert shown.count("layer  ") == 1 and "c = p/eps²" in shown and "every head" in shown
     rows = [line.split() for line in shown.splitlines() if re.match(r"\s*[01] ", line)]
