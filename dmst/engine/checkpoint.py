@@ -53,7 +53,7 @@ class State:
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)  # "model", "ema", "optim" -> by name
     best: dict[str, Any] = field(default_factory=dict)  # the best evaluation so far: step, epoch, top1, of
     epoch_sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # loss, right, images of the epoch so far
-    scaler: list[float] = field(default_factory=list)  # of fp16: scale, good steps, skipped steps
+    scaler: list[Any] = field(default_factory=list)  # of fp16: scale, good steps, skipped steps
     processes: int = 1
     # what the bits depend on beside the recipe
     data: str = ""  # fingerprint of the images: names, sizes, labels
@@ -134,12 +134,14 @@ def _manifest(path: Path, most: int | None) -> dict[str, Any]:
     raw = atomic.read(path, most=LARGEST_MANIFEST)
     told = atomic.json_object(path, raw)
     atomic.check_seal(path, told, raw)
-    schema, files = told.get("schema"), told.get("files")
+    schema: Any = told.get("schema")
+    files: Any = told.get("files")
     if type(schema) is int and schema > SCHEMA:
         raise BadFileError(f"{path} is of a newer dmst: its schema is {schema}, and this one reads {SCHEMA}. Update dmst.")
     try:
-        total = sum(stated["size"] for stated in files.values() if isinstance(stated["sha256"], str))
-        if type(schema) is not int or schema < 1 or not all(map(LISTED.fullmatch, files)):
+        total = sum(stated["size"] for stated in files.values())
+        known = all(LISTED.fullmatch(name) and "sha256" in stated for name, stated in files.items())
+        if type(schema) is not int or schema < 1 or not known:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadFileError(f"{path} is not the manifest of a checkpoint: nothing was read.") from error

@@ -560,34 +560,33 @@ PUT: dict[str, Callable[[Path], Any]] = {  # in the place of what was moved away
 }
 
 
-def vanishes(inside: str, put: str, event: str, n: int, folder: Path) -> dict[str, Any]:
+def vanishes(put: str, event: str, n: int, folder: Path) -> dict[str, Any]:
     """It is not made anew, nothing is written in what took its place, and what was moved away stays as it was."""
     run, away = folder / "run", folder / "away"
-    place = run / inside
 
     def act() -> None:
-        place.rename(away)
-        PUT[put](place)
+        run.rename(away)
+        PUT[put](run)
         (SAID / "then.json").write_text(json.dumps(files_of(folder)))
 
     refused(command(run, at(n, event, act)), 1, re.escape(str(run)), "could not be written")
     then, now = json.loads((SAID / "then.json").read_text()), files_of(folder)
     differ = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
     assert not differ, f"written after it was {put}: {differ}"
-    for left in (place, place.with_name("elsewhere")):
+    for left in (run, run.with_name("elsewhere")):
         atomic.remove(left)
-    away.rename(place)
+    away.rename(run)
     found = newest(run)
     again(run)
     return {"from": found}
 
 
-def removed(inside: str, event: str, n: int, folder: Path) -> None:
+def removed(event: str, n: int, folder: Path) -> None:
     """It is not made anew; the same command begins anew, and ends in the same bits."""
     run = folder / "run"
-    ended = command(run, at(n, event, lambda: shutil.rmtree(run / inside)))
+    ended = command(run, at(n, event, lambda: shutil.rmtree(run)))
     refused(ended, 1, re.escape(str(run)), "could not be written")
-    assert not (run / inside).exists(), "it was made anew"
+    assert not run.exists(), "it was made anew"
     again(run)
 
 
@@ -605,15 +604,13 @@ def folders(events: list[str], mounts: bool) -> Iterator[Case]:
         for step in (1, 5, 12, 20):
             check = functools.partial(apart, functools.partial(read_only_checkpoints, step))
             yield Case(row, f"checkpoints mounted read-only from step {step} on", check)
-    row = "the folder or its checkpoints vanish or are replaced: a typed error, nothing lost"
+    row = "the folder vanishes or is replaced: a typed error, nothing lost"
     moments = {f"in step {n}": ("second optimizer", n) for n in (1, 4, 9, 18)}
     moments["after the last checkpoint"] = "all of journal", sum("all of journal" in name for name in events) - 1
     for when, (event, n) in moments.items():
-        for inside in ("", "checkpoints"):
-            what = f"{inside or 'the folder'} {when}"
-            for put in PUT:
-                yield Case(row, f"{what}: {put}", functools.partial(vanishes, inside, put, event, n))
-            yield Case(row, f"{what}: removed", functools.partial(removed, inside, event, n))
+        for put in PUT:
+            yield Case(row, f"{when}: {put}", functools.partial(vanishes, put, event, n))
+        yield Case(row, f"{when}: removed", functools.partial(removed, event, n))
 
 
 # --- other processes ---------------------------------------------------------------------------------------------------
