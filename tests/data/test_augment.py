@@ -140,14 +140,6 @@ def test_resized_boxes() -> None:
     assert abs(float((left / (w - width).clamp(min=1)).mean()) - 0.5) < 0.03
 
 
-def test_a_box_where_none_fits() -> None:
-    """Of a strip, the largest box in the middle with an allowed ratio, as torchvision has it."""
-    draws = chance.uniform("a", 0, 0, torch.arange(3), geometry.BOX_DRAWS)
-    assert geometry.resized_boxes(draws, 10, 200, 1.0).tolist() == [[0, 93, 10, 13]] * 3
-    assert geometry.resized_boxes(draws, 200, 10, 1.0).tolist() == [[93, 0, 13, 10]] * 3
-    assert (geometry.resized_boxes(draws, 8, 8, 1.0)[:, 2:] <= 8).all()
-
-
 def still(b: int, **changes: Tensor) -> dict[str, Tensor]:
     return {"angle": torch.zeros(b), "scale": torch.ones(b), "move": torch.zeros(b, 2)} | changes
 
@@ -237,14 +229,6 @@ def test_operations_are_those_of_timm(name: str, increasing: bool, theirs: Any, 
                         assert apart.max() <= 1 and (apart > 0).float().mean() < 0.05
                 if magnitude == 9.0 and name not in ("Color", "AutoContrast", "Equalize"):
                     assert not torch.equal(out, x)
-
-
-def test_cubic_moves_are_near_pillows(theirs: Any) -> None:
-    x, turn = pictures(5), torch.full((5,), NUMBER["Rotate"])
-    out = operate(x, turn, torch.full((5,), 4.0), torch.zeros(5, dtype=torch.bool), True, GREY, "bicubic")
-    for i in (0, 2, 3):  # not of noise, where kernels of another parameter differ most
-        image = theirs.rotate(to_pillow(x[i]), 12.0, resample=FILTERS["bicubic"], fillcolor=(128,) * 3)
-        assert off(out[i], from_pillow(image)).float().mean() < (4 if i == 2 else 1)
 
 
 def test_an_operation_that_is_none_leaves_the_image() -> None:
@@ -345,7 +329,7 @@ def test_cutout() -> None:
 # --- mixing ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alpha", [0.05, 0.2, 0.8, 1.0, 2.0, 30.0])
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 2.0])
 def test_quantiles_of_beta(alpha: float) -> None:
     """Even draws through the table have the moments of Beta(alpha, alpha), up to the sixth."""
     table = mixing.beta_quantiles(alpha)
@@ -406,14 +390,3 @@ def test_a_batch_is_mixed_with_itself_reversed() -> None:
     assert 0 < lam < 1
     torch.testing.assert_close(out, lam * images + (1 - lam) * images.flip(0), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(mixed, lam * targets + (1 - lam) * targets.flip(0), atol=1e-6, rtol=0)
-
-
-def test_only_the_kind_that_is_set() -> None:
-    draws, h, w = mixing_draws(200), 9, 11
-    table = mixing.beta_quantiles(1.0)
-    share, mean = mixing.shares(draws, None, table, 1.0, 0.5, h, w)
-    assert set(share.unique().tolist()) == {0.0, 1.0}
-    torch.testing.assert_close(share.mean((1, 2, 3)), mean)
-    share, mean = mixing.shares(draws, table, None, 1.0, 0.5, h, w)
-    torch.testing.assert_close(mean, 1 - draws[:, 2], atol=1e-3, rtol=0)  # Beta(1, 1) is even
-    assert (share == mean[:, None, None, None]).all()

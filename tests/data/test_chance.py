@@ -40,19 +40,6 @@ def test_the_formula() -> None:
         assert chance.uniform("crop", seed, epoch, index, 5).dtype == torch.float32
 
 
-def test_epochs_of_every_form_and_keys_in_columns() -> None:
-    index = torch.arange(11)
-    plain = chance.uniform("a", 1, 6, index, 3)
-    assert torch.equal(chance.uniform("a", 1, torch.tensor(6), index, 3), plain)
-    each = torch.tensor([6, 5] * 5 + [6])
-    assert torch.equal(
-        chance.uniform("a", 1, each, index, 3), torch.where(each[:, None] == 6, plain, chance.uniform("a", 1, 5, index, 3))
-    )
-    keys = torch.tensor([chance.key(name, 1) for name in ("a", "b", "a")])
-    together = chance.draw(keys, torch.tensor(6), index, torch.tensor([0, 0, 2]))
-    assert torch.equal(together, torch.stack((plain[:, 0], chance.uniform("b", 1, 6, index, 1)[:, 0], plain[:, 2]), 1))
-
-
 def test_draws_are_even() -> None:
     u = chance.uniform("a", 0, 0, torch.arange(N), 7).double()
     assert 0 <= u.min() < 1e-4 and 1 - 1e-4 < u.max() < 1

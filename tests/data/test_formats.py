@@ -101,9 +101,8 @@ def test_bad_svhn_is_refused(tmp_path: Path) -> None:
         save(path, content)
         with pytest.raises(BadFileError, match=told):
             arrays.read_svhn(path, Asked("svhn", "train", DIGITS))
-    for raw in (b"", b"MATLAB 5.0 MAT-file" + bytes(200), path.read_bytes()[:150]):
-        with pytest.raises(BadFileError, match=r"train_32x32\.mat is not an SVHN file"):
-            arrays.read_svhn(put(path, raw), Asked("svhn", "train", DIGITS))
+    with pytest.raises(BadFileError, match=r"train_32x32\.mat is not an SVHN file"):
+        arrays.read_svhn(put(path, path.read_bytes()[:150]), Asked("svhn", "train", DIGITS))
 
 
 def test_digits_are_scikit_learn_s() -> None:
@@ -154,22 +153,11 @@ def test_a_folder_without_splits_is_train(tmp_path: Path) -> None:
         folders.read(tmp_path, Asked("things", "test"))
 
 
-def test_a_folder_with_a_test_split_alone(tmp_path: Path) -> None:
-    put(tmp_path / "val/a/1.png", noise(3, 5, 3))
-    assert folders.read(tmp_path, Asked("things", "test")).classes == ("a",)
-    with pytest.raises(BadFileError, match=r"no split 'train': it needs a folder train/ with"):
-        folders.read(tmp_path, Asked("things", "train"))
-
-
 @pytest.mark.parametrize(
     ("change", "split", "told"),
     [
         (lambda root: put(root / "test/c/1.png", noise(2, 2, 3)), "test", "test has the unknown class c"),
-        (
-            lambda root: (root / "test/b/1.png").rename(root / "test/a/2.png") and (root / "test/b").rmdir(),
-            "test",
-            "misses the class b",
-        ),
+        (lambda root: (root / "test/b").rename(root / "test/.b"), "test", "misses the class b"),
         (lambda root: (root / "train/b/1.png").rename(root / "train/b/1.txt"), "train", r"b has no images: .* end in \.jpg"),
         (lambda root: (root / "test").rename(root / "exam"), "test", "has no split 'test'"),
         (lambda root: (root / "train/b/2.png").symlink_to(root / "gone.png"), "train", r"2\.png cannot be read"),
@@ -184,12 +172,6 @@ def test_bad_class_folders_are_refused(change: Callable[[Path], Any], split: str
         folders.read(tmp_path, Asked("birds", split))
 
 
-def test_a_folder_with_nothing_in_it(tmp_path: Path) -> None:
-    put(tmp_path / "1.png", noise(2, 3, 3))
-    with pytest.raises(BadFileError, match="holds no class folders"):
-        folders.read(tmp_path, Asked("birds", "train"))
-
-
 def test_the_fingerprint_of_folders(tmp_path: Path) -> None:
     """Names, sizes and labels; neither the time nor the place."""
 
@@ -202,24 +184,8 @@ def test_the_fingerprint_of_folders(tmp_path: Path) -> None:
     os.utime(tmp_path / "1/a/1.png", (1, 1))
     assert mark(tmp_path / "1") == first == mark(tmp_path / "2", "a/1.png", "b/2.png") and len(first) == 64
     put(tmp_path / "2/a/1.png", b"longer than before")
-    assert (
-        len(
-            {
-                first,
-                mark(tmp_path / "2"),
-                mark(tmp_path / "3", "a/1.png", "b/3.png"),
-                mark(tmp_path / "4", "a/1.png", "a/2.png", "b/2.png"),
-            }
-        )
-        == 4
-    )
-
-
-def test_a_broken_image_in_a_folder_is_named(tmp_path: Path) -> None:
-    put(tmp_path / "a/1.png", b"broken")
-    found = folders.read(tmp_path, Asked("birds", "train"))
-    with pytest.raises(BadImageError, match=r"a/1\.png"):
-        found.read(0)
+    other = mark(tmp_path / "3", "a/1.png", "b/3.png"), mark(tmp_path / "4", "a/1.png", "a/2.png", "b/2.png")
+    assert len({first, mark(tmp_path / "2"), *other}) == 4
 
 
 # --- Pets, Food-101, ImageNet ----------------------------------------------------------------------------------------
@@ -246,6 +212,9 @@ def test_pets(tmp_path: Path) -> None:
     assert all(np.array_equal(found.masks(i), masks[i]) for i in range(3))  # type: ignore[arg-type]
     assert [found.classes[k] for k in found.labels] == ["Siamese", "beagle", "Abyssinian"]
     assert lists.read_pets(tmp_path / "annotations", Asked("pets", "test", PETS)).labels.tolist() == [4]
+    put(tmp_path / "annotations/trimaps/beagle_2.png", np.full((6, 6), 4, np.uint8))
+    with pytest.raises(BadImageError, match=r"beagle_2\.png: a mask with values 4\.\.4"):
+        found.masks(1)
 
 
 @pytest.mark.parametrize(
@@ -254,9 +223,7 @@ def test_pets(tmp_path: Path) -> None:
         (lambda root: put(root / "annotations/trainval.txt", "beagle_2 38 2 4\n"), "class ids 1 to 37"),
         (lambda root: put(root / "annotations/trainval.txt", "../beagle_2 5 2 4\n"), "is not NAME CLASS-ID"),
         (lambda root: put(root / "annotations/trainval.txt", b"\xff\xfe\x00"), "is not text"),
-        (lambda root: (root / "annotations/trainval.txt").unlink(), r"trainval\.txt cannot be read"),
         (lambda root: (root / "images/beagle_2.jpg").unlink(), r"beagle_2\.jpg is not there, and .*trainval\.txt lists it"),
-        (lambda root: (root / "annotations/trimaps/Siamese_10.png").unlink(), r"Siamese_10\.png is not there"),
     ],
 )
 def test_bad_pets_are_refused(change: Callable[[Path], Any], told: str, tmp_path: Path) -> None:
@@ -264,13 +231,6 @@ def test_bad_pets_are_refused(change: Callable[[Path], Any], told: str, tmp_path
     change(tmp_path)
     with pytest.raises(BadFileError, match=told):
         lists.read_pets(tmp_path / "annotations", Asked("pets", "train", PETS))
-
-
-def test_a_mask_with_other_values_is_refused(tmp_path: Path) -> None:
-    pets_folder(tmp_path)
-    put(tmp_path / "annotations/trimaps/beagle_2.png", np.full((6, 6), 4, np.uint8))
-    with pytest.raises(BadImageError, match=r"beagle_2\.png: a mask with values 4\.\.4"):
-        lists.read_pets(tmp_path / "annotations", Asked("pets", "train", PETS)).masks(1)
 
 
 def test_food(tmp_path: Path) -> None:
@@ -283,11 +243,7 @@ def test_food(tmp_path: Path) -> None:
         put(tmp_path / f"images/{name}.jpg", image)
     same(lists.read_food(tmp_path / "meta", Asked("food101", "train")), [images[x] for x in names["train"]], [1, 0, 1])  # type: ignore[arg-type]
     same(lists.read_food(tmp_path / "meta", Asked("food101", "test")), [images[x] for x in names["test"]], [0, 1])  # type: ignore[arg-type]
-    for line, told in (
-        ("soup/1", "'soup/1' is not CLASS/NUMBER"),
-        ("sushi", "not CLASS/NUMBER"),
-        ("sushi/99", r"99\.jpg is not there"),
-    ):
+    for line, told in (("soup/1", "'soup/1' is not CLASS/NUMBER"), ("sushi/99", r"99\.jpg is not there")):
         put(tmp_path / "meta/train.txt", f"{line}\n")
         with pytest.raises(BadFileError, match=told):
             lists.read_food(tmp_path / "meta", Asked("food101", "train"))
@@ -365,7 +321,6 @@ def test_imagenet_flat_with_a_solution(beside: str, tmp_path: Path) -> None:
         (rows[:3], "does not know the image ILSVRC2012_val_00000004"),
         ([*rows, f"ILSVRC2012_val_00000009,{IDS[0]} 1 2 3 4"], "lists ILSVRC2012_val_00000009, which is not there"),
         ([*rows[:3], "ILSVRC2012_val_00000004,dog"], "is not ImageId"),
-        ([*rows[:3], f"ILSVRC2012_val_00000004,{IDS[0]}"], f"misses the class {IDS[1]}"),
         ([*rows[:3], "ILSVRC2012_val_00000004,n99999999 1"], f"misses the class {IDS[1]}"),
     ):
         put(solution, "\n".join(["ImageId,PredictionString", *changed]))
@@ -382,9 +337,7 @@ def test_imagenet_flat_with_a_solution(beside: str, tmp_path: Path) -> None:
 def shard_folder(root: Path) -> np.ndarray:
     images = noise(5, 4, 6, 3)
     first = sample("a/0001", images[0], 1) | sample("b/0001", images[1], 0, "PNG")
-    first |= {"b/0001.seg.png": b"not looked at", "notes.txt.d/x": b""}
-    first = {k: v for k, v in first.items() if not k.startswith("notes")}
-    tar(root / "train-000000.tar", first)
+    tar(root / "train-000000.tar", first | {"b/0001.seg.png": b"not looked at"})
     tar(
         root / "train-000001.tar",
         {"c.cls": b" 2\n"} | sample("c", images[2], b'{"label": 0, "text": "x"}') | sample("d", images[3], b'{"label": 0}'),
@@ -429,14 +382,6 @@ def test_shards_in_folders_and_without_splits(tmp_path: Path) -> None:
         shards.read(tmp_path / "2", Asked("x", "test"))
 
 
-def test_shards_are_in_the_order_of_their_names(tmp_path: Path) -> None:
-    """Not in that of the disk."""
-    for name, folder in (("train-", "1"), ("train/", "2"), ("part", "3")):
-        for k in (3, 0, 6, 1, 5, 2, 4):
-            tar(tmp_path / folder / f"{name}{k}.tar", sample("a", BEASTS[k], k))
-        same(shards.read(tmp_path / folder, Asked("x", "train")), BEASTS[:7], list(range(7)))
-
-
 @pytest.mark.parametrize(
     ("members", "told"),
     [
@@ -446,8 +391,6 @@ def test_shards_are_in_the_order_of_their_names(tmp_path: Path) -> None:
         (sample("a", BEASTS[0], b'{"label": true}'), r"a\.json is not a label"),
         (sample("a", BEASTS[0], None) | {"a.cls": b"one"}, r"a\.cls is not a label"),
         (sample("a", BEASTS[0], 3), "a: its label is 3, and the labels of beasts go from 0 to 2"),
-        ({"readme": b""}, "readme has no image"),
-        ({}, "beasts train is empty"),
     ],
 )
 def test_bad_shards_are_refused(members: dict[str, bytes], told: str, tmp_path: Path) -> None:
@@ -455,9 +398,7 @@ def test_bad_shards_are_refused(members: dict[str, bytes], told: str, tmp_path: 
     put(tmp_path / "classes.txt", "cat\ndog\neel\n")
     with pytest.raises(BadFileError, match=told):
         shards.read(tmp_path, Asked("beasts", "train"))
-
-
-def test_a_label_beyond_all_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "classes.txt").unlink()
     tar(tmp_path / "x.tar", sample("a", BEASTS[0], 2_000_000_000))
     with pytest.raises(BadFileError, match="a label is 2000000000, and 1 images cannot"):
         shards.read(tmp_path, Asked("beasts", "train"))
@@ -468,14 +409,7 @@ def test_a_damaged_shard_is_refused(tmp_path: Path) -> None:
     members = {name: raw for k in range(3) for name, raw in sample(f"k{k}", noise(9, 9, 3), k).items()}
     whole = tar(tmp_path / "x.tar", members).read_bytes()
     second = whole.index(b"k1.png")
-    for damaged in (
-        whole[:second],
-        whole[: second + 700],
-        whole[: second + 100],
-        whole[:100],
-        b"",
-        whole.replace(b"k1.png", b"k1\xffpng"),
-    ):
+    for damaged in (whole[:second], whole[: second + 700], b"", whole.replace(b"k1.png", b"k1\xffpng")):
         with pytest.raises(BadFileError, match=r"x\.tar"):
             shards.read(put(tmp_path / "x.tar", damaged).parent, Asked("beasts", "train"))
     tar(tmp_path / "x.tar", members, "w:gz")
@@ -514,16 +448,6 @@ def test_hugging_face(hub: Any, tmp_path: Path) -> None:
     assert test.fingerprint != found.fingerprint == huggingface.read(tmp_path / "saved", Asked("beasts", "train")).fingerprint
 
 
-def test_rows_that_name_a_file(tmp_path: Path) -> None:
-    """As older releases of `datasets` saved them; newer ones put the bytes into the table."""
-    rows = [{"image": {"bytes": None, "path": str(tmp_path / f"{k}.png")}} for k in range(2)]
-    found = huggingface.TableSet(Asked("beasts", "test"), ["cat"], np.zeros(2, np.int64), rows, "image", "")
-    put(tmp_path / "0.png", BEASTS[0])
-    assert np.array_equal(found.read(0), BEASTS[0])
-    with pytest.raises(BadImageError, match="beasts test, image 1"):
-        found.read(1)
-
-
 def test_hugging_face_columns(hub: Any, tmp_path: Path) -> None:
     held = [{"bytes": encoded(image), "path": None} for image in BEASTS[:3]]
     coarse = hub.ClassLabel(names=["x", "y"]), [1, 1, 0]
@@ -543,27 +467,26 @@ def test_hugging_face_columns(hub: Any, tmp_path: Path) -> None:
 
 def test_bad_hugging_face_sets_are_refused(hub: Any, tmp_path: Path) -> None:
     held = [{"bytes": encoded(image), "path": None} for image in BEASTS[:2]]
-    folder = tmp_path / "saved"
-    for images, labels, told in (
-        ([*held, None], [0, 1, -1], "image 2: its label is -1"),
-        (held, [0, None], "missing"),
-        ([], [], "empty"),
+    for folder, images, labels, told in (
+        (tmp_path / "label", [*held, None], [0, 1, -1], "image 2: its label is -1"),
+        (tmp_path / "missing", held, [0, None], "some labels are missing"),
     ):
-        table(hub, images, labels).save_to_disk(str(tmp_path / told[-5:]))  # type: ignore[arg-type]
+        table(hub, images, labels).save_to_disk(str(folder))  # type: ignore[arg-type]
         with pytest.raises(BadFileError, match=told):
-            huggingface.read(tmp_path / told[-5:], Asked("x", "train"))
-    table(hub, [None, *held], [0, 1, 2]).save_to_disk(str(folder))
+            huggingface.read(folder, Asked("x", "train"))
+    table(hub, [None, *held], [0, 1, 2]).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(BadImageError, match="x train, image 0: its row holds no image"):
-        huggingface.read(folder, Asked("x", "train")).read(0)
-    put(next(folder.glob("*.arrow")), b"broken")
+        huggingface.read(tmp_path / "saved", Asked("x", "train")).read(0)
+    put(next((tmp_path / "saved").glob("*.arrow")), b"broken")
     with pytest.raises(BadFileError, match="is not a dataset saved with save_to_disk"):
-        huggingface.read(folder, Asked("x", "train"))
-    put(tmp_path / "dict/dataset_dict.json", '{"splits": ["train", "exam"]}')
-    with pytest.raises(BadFileError, match="no split 'test': its splits are train, exam"):
-        huggingface.read(tmp_path / "dict", Asked("x", "test"))
-    put(tmp_path / "dict/dataset_dict.json", "[]")
-    with pytest.raises(BadFileError, match=r"dataset_dict\.json is damaged"):
-        huggingface.read(tmp_path / "dict", Asked("x", "train"))
+        huggingface.read(tmp_path / "saved", Asked("x", "train"))
+    for text, told in (
+        ('{"splits": ["train", "exam"]}', "its splits are train, exam"),
+        ("[]", r"dataset_dict\.json is damaged"),
+    ):
+        put(tmp_path / "dict/dataset_dict.json", text)
+        with pytest.raises(BadFileError, match=told):
+            huggingface.read(tmp_path / "dict", Asked("x", "test"))
 
 
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,10 +164,10 @@ def test_built(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP"])
-@pytest.mark.parametrize("orientation", EXIF_TURN)
-def test_every_orientation(kind: str, orientation: int) -> None:
+def test_every_orientation(kind: str) -> None:
     options = {"lossless": True} if kind == "WEBP" else {}
-    np.testing.assert_array_equal(decode(oriented(orientation, kind, **options)), EXIF_TURN[orientation](COLOURS))
+    for orientation, turn in EXIF_TURN.items():
+        np.testing.assert_array_equal(decode(oriented(orientation, kind, **options)), turn(COLOURS))
 
 
 def test_a_compressed_tiff_is_turned_once() -> None:
@@ -256,13 +256,6 @@ def test_a_jpeg_of_a_thousand_scans() -> None:
     assert "1,010 scans" in refused(image[:-2] + scan * 1000 + b"\xff\xd9")
 
 
-def test_a_large_jpeg_of_twenty_one_scans() -> None:
-    image = encoded(rgb(BLOCKS), "JPEG", progressive=True)
-    at = image.index(b"\xff\xc2") + 5
-    scan = image[image.rindex(b"\xff\xda") : -2] * (21 - image.count(b"\xff\xda"))
-    assert "21 scans" in refused(image[:at] + struct.pack(">HH", 6250, 8000) + image[at + 4 : -2] + scan + b"\xff\xd9")
-
-
 def chunk(name: bytes, data: bytes = b"") -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
@@ -290,13 +283,6 @@ def test_countless_pieces(what: str) -> None:
     """64 MiB of them would take Pillow half a minute and gigabytes."""
     assert decode(COUNTLESS[what](1000)).shape[2] == 3
     assert "too many small pieces" in refused(COUNTLESS[what](20_000))
-
-
-def test_countless_pieces_of_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = PNG[:33] + chunk(b"IDAT") * 400 + PNG[33:]
-    assert decode(data).shape == (40, 60, 3)
-    monkeypatch.setitem(images.MOST_READS, "pixels", 400)
-    assert "too many small pieces" in refused(data)
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
@@ -333,16 +319,11 @@ def test_files(tmp_path: Path) -> None:
     np.testing.assert_array_equal(decode(memoryview(bytearray(JPEG)), "a view"), rgb(BLOCKS))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [SyntaxError("broken"), struct.error("short"), Image.DecompressionBombError("large"), MemoryError(), RecursionError()],
-)
-def test_whatever_pillow_raises(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def load(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
-    assert refused(encoded(COLOURS, "BMP")) == f"it cannot be decoded ({str(error) or type(error).__name__})"
+def test_whatever_pillow_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (SyntaxError("broken"), struct.error("short"), Image.DecompressionBombError("large"), MemoryError()):
+        with monkeypatch.context() as patched:
+            patched.setattr(ImageFile.ImageFile, "load", lambda *_, error=error: (_ for _ in ()).throw(error))
+            assert refused(encoded(COLOURS, "BMP")) == f"it cannot be decoded ({str(error) or type(error).__name__})"
 
 
 def test_every_flipped_bit_of_a_png_is_seen() -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 from dmst.data import scan as scanning
 from dmst.data.scan import scan
 from dmst.data.sets import ArraySet, FileSet, ImageSet, subset
-from dmst.errors import BadImageError, OptionError, SaveError
+from dmst.errors import BadImageError, OptionError
 
 
 def folder_of(root: Path, count: int, bad: dict[int, bytes] | None = None) -> FileSet:
@@ -122,13 +122,6 @@ def test_a_resume_does_not_look_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert scan(images, on_bad="skip", cache=cache) == {5} and images.reads == 60
 
 
-def test_what_failed_is_not_kept(tmp_path: Path) -> None:
-    images, cache = folder_of(tmp_path / "set", 9, {5: b"xx"}), tmp_path / "scan.json"
-    with pytest.raises(BadImageError):
-        scan(images, cache=cache)
-    assert not cache.exists()
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -146,12 +139,6 @@ def test_a_damaged_cache_is_not_believed(tmp_path: Path, damage: Any) -> None:
     cache.write_text(damage(whole))
     assert scan(images, on_bad="skip", cache=cache) == {5} and images.reads == 18
     assert cache.read_text() == whole
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SaveError):
-        scan(folder_of(tmp_path / "set", 2), cache=tmp_path / "file" / "scan.json")
 
 
 def test_what_is_decoded_already_is_not_looked_at() -> None:
