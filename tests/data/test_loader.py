@@ -184,25 +184,6 @@ def test_images_are_normalised_and_labels_their_own() -> None:
     assert torch.equal(batch.targets, torch.eye(CLASSES)[batch.labels])
 
 
-def test_crops_and_mirrors_are_those_of_numpy() -> None:
-    """Every image of the batch is one of the 25 crops of the padded one, or its mirror image; nearly all of the 50 occur."""
-    s, augment = toy(), Augment(crop_padding=2, flip=0.5)
-    seen = set()
-    for batch in stream(s, augment, batch_size=40).batches(0, 12):
-        mean, std = (torch.tensor(x)[:, None, None] for x in (VIEW.mean, VIEW.std))
-        bytes_ = ((batch.images * std + mean) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-        padded = np.pad(s.pixels(), ((0, 0), (2, 2), (2, 2), (0, 0)), mode="reflect")
-        for image, index in zip(bytes_, batch.index.tolist(), strict=True):
-            for place in np.ndindex(5, 5, 2):
-                crop = padded[index, place[0] : place[0] + SIZE, place[1] : place[1] + SIZE]
-                if np.array_equal(image, crop[:, ::-1] if place[2] else crop):
-                    seen.add(place)
-                    break
-            else:
-                pytest.fail(f"image {index} is none of its crops")
-    assert len(seen) > 45
-
-
 def test_pairs_are_neighbours_of_the_epoch() -> None:
     for batch in stream(augment=Augment(mixup=1.0)).batches(0, 4):
         for i in range(0, 16, 2):
@@ -263,7 +244,7 @@ def test_repeated_augmentation() -> None:
 
 
 @pytest.mark.parametrize("make", [toy, Files], ids=["resident", "workers"])
-@pytest.mark.parametrize(("n", "world"), [(13, 3), (8, 2), (2, 3), (12, 1)])
+@pytest.mark.parametrize(("n", "world"), [(13, 3), (2, 3)])
 def test_every_image_is_evaluated_once(n: int, world: int, make: Any) -> None:
     seen: Counter[int] = Counter()
     lengths = set()
@@ -309,10 +290,7 @@ def test_paths() -> None:
     ("options", "message"),
     [
         ({"batch_size": 18, "shard": Shard(0, 4)}, r"18: it must divide into 4 processes x 1 micro-steps; .*--batch 16"),
-        (
-            {"batch_size": 20, "shard": Shard(0, 2, 2)},
-            r"micro-batch of 5 leaves one alone: .*--batch 24.*mixup_mode=batch",
-        ),
+        ({"batch_size": 20, "shard": Shard(0, 2, 2)}, r"of 5 leaves one alone: .*--batch 24.*mixup_mode=batch"),
         ({"batch_size": 48}, r"40 images are fewer than one batch of 48: try --batch 40"),
         ({"augment": Augment(repeats=3)}, r"40 images, of which repeated .* 256, here 0, are fewer than one batch"),
         ({"augment": Augment(crop_padding=12)}, r"crop_padding is 12"),
