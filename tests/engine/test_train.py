@@ -25,9 +25,9 @@ from dmst.engine.evaluate import Score, evaluate_weights
 from dmst.engine.optim import lr_factor
 from dmst.engine.recipe import Recipe, from_toml
 from dmst.engine.train_loop import Result, train
-from dmst.engine.train_step import MOST_SKIPS, TrainStep
+from dmst.engine.train_step import TrainStep
 from dmst.errors import ConfigError, DeviceMemoryError, NonFiniteError, OptionError
-from dmst.models import VisionModel, create_model, load_model, save_model
+from dmst.models import VisionModel, load_model, save_model
 from dmst.operators.orthonormal import OrthonormalLinear, is_orthonormal
 from tests.forged import grown
 from tests.runs import EVERYTHING, LAST, RANDOM, SAVED, Cut, CutAfter, digests, on_pictures, pictures, tensors, tiny, told
@@ -409,43 +409,6 @@ def test_the_error_of_a_step_outlives_a_failure_to_save(tmp_path: Path, monkeypa
 # --- fp16 ------------------------------------------------------------------------------------------------------------
 
 
-def stream_of(recipe: Recipe, model: nn.Module) -> TrainStream:
-    sets, view = prepare.open_sets(recipe), prepare.view_of(model)
-    return TrainStream(sets.train, view, recipe.augment, batch_size=recipe.run.batch_size, seed=0)
-
-
-def test_fp16_skips_steps_that_overflow_and_gives_up_after_twenty(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = tiny("run.amp=fp16", "optim.model_ema=0.9")
-    model = prepare.build_model(recipe, "0123456789")
-    one = TrainStep(model, recipe, CPU)
-    stream = stream_of(recipe, model)
-    batches = stream.batches(0, 10**6)
-    real, bad = TrainStep._measure, [False]
-
-    def measure(self: TrainStep) -> None:
-        if bad[0]:
-            self.model.head.weight.grad[0, 0] = math.inf
-        real(self)
-
-    monkeypatch.setattr(TrainStep, "_measure", measure)
-    monkeypatch.setattr(train_step, "GROW", 3)
-
-    def step(number: int, overflow: bool) -> bool:
-        """Whether the weights moved."""
-        bad[0] = overflow
-        before = [x.clone() for x in [*model.parameters(), *one.optimizer.state().values(), *one.mean.model.parameters()]]
-        one.step(number, batches, 16.0, 1.0, lambda: stream.indices(number))
-        after = [*model.parameters(), *one.optimizer.state().values(), *one.mean.model.parameters()]
-        return not all(map(torch.equal, before, after))
-
-    assert one.scale == 2.0**16 and step(0, False) and step(1, False)
-    assert not step(2, True) and (one.scale, one.good, one.skipped) == (2.0**15, 0, 1)
-    assert [step(i, False) for i in (3, 4, 5)] == [True] * 3 and (one.scale, one.good, one.skipped) == (2.0**16, 0, 0)
-    assert not any(step(i, True) for i in range(6, 6 + MOST_SKIPS)) and one.skipped == 20 and one.scale == 1.0
-    with pytest.raises(NonFiniteError, match=r"step 26: the gradient of head\.weight"):
-        step(26, True)
-
-
 def test_the_scaler_is_brought_back(tmp_path: Path) -> None:
     recipe = tiny(*SAVED, "run.amp=fp16")
     with pytest.MonkeyPatch.context() as patch:
@@ -503,19 +466,6 @@ def test_a_compiled_run_learns_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     assert found[0].score.right == pytest.approx(found[1].score.right, abs=3)
     losses = [[event["loss"] for event in each.journal if event["event"] == "step"] for each in found]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-@pytest.mark.parametrize("again", ["false", "true"], ids=["kept", "checkpointed"])
-def test_training_never_takes_cudnns_attention(again: str) -> None:
-    """Of a known bug in its backward pass; nor when blocks run again there. What a user chose holds again afterwards."""
-    seen: list[bool] = []
-    model = create_model("vit_digits", dim=16, depth=1, num_heads=2)
-    model.blocks[0].operator.register_forward_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    at_work = TrainStep(model, tiny(f"run.grad_checkpointing={again}"), CPU)
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    model.train()
-    at_work._add(Batch(torch.randn(2, 1, 8, 8), torch.eye(10)[:2], torch.arange(2), torch.ones(2), torch.arange(2)))
-    assert seen == [False] * (1 + (again == "true")) and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 # --- the journal -----------------------------------------------------------------------------------------------------

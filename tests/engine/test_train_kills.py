@@ -52,33 +52,17 @@ def at_audit(event: str, *parts: str) -> None:
 
 
 def at_half(name: str, part: str, count: int = 1) -> None:
-    """Die when half of a piece is written to the file `name` in a folder with `part` in its path, the `count`th time."""
+    """Die in the middle of writing the file `name` in a folder with `part` in its path, the `count`th time."""
     real, left = pathlib.Path.open, [count]
 
-    class Half:
-        def __init__(self, file: Any) -> None:
-            self.file = file
-
-        def write(self, data: Any) -> None:
+    def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if path.name == name and part in str(path) and mode[0] in "ax":
             left[0] -= 1
             if not left[0]:
-                self.file.write(data[: len(data) // 2])
-                self.file.flush()
+                with real(path, mode, *args, **options) as file:
+                    file.write(b'{"event": "st')
                 die()
-            self.file.write(data)
-
-        def __enter__(self) -> Half:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.file.close()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
-
-    def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
-        file = real(path, mode, *args, **options)
-        return Half(file) if path.name == name and part in str(path) and mode[0] in "ax" else file
+        return real(path, mode, *args, **options)
 
     pathlib.Path.open = opened  # type: ignore[assignment]
 
@@ -257,16 +241,16 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return pictures(tmp_path / "data")
 
 
-def fails(monkeypatch: pytest.MonkeyPatch, number: int, *parts: str) -> None:
-    """Opening a file to write fails where each of `parts` is in its path."""
+def fails(patch: pytest.MonkeyPatch, number: int, when: Callable[[Path], bool]) -> None:
+    """Opening a file to write fails where `when` says so."""
     real = pathlib.Path.open
 
     def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
-        if mode[0] in "ax" and all(part in str(path) for part in parts):
+        if mode[0] in "ax" and when(path):
             raise OSError(number, os.strerror(number), str(path))
         return real(path, mode, *args, **options)
 
-    monkeypatch.setattr(pathlib.Path, "open", opened)
+    patch.setattr(pathlib.Path, "open", opened)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +264,7 @@ def test_a_disk_that_fails_keeps_the_old_checkpoint(
     train_loop.train(recipe, tmp_path / "whole", device="cpu")
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
     with pytest.MonkeyPatch.context() as patch:
-        fails(patch, number, ".step_00000006.", "ema.safetensors")
+        fails(patch, number, lambda path: ".step_00000006." in str(path) and path.name == "ema.safetensors")
         places = [str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "run")]
         patch.setattr(sys, "argv", ["dmst", "train", *places, "--device", "cpu", "--no-report", "--quiet"])
         with pytest.raises(SystemExit) as leaves:
@@ -299,12 +283,6 @@ def test_a_run_may_go_on_without_room(data: Path, tmp_path: Path, monkeypatch: p
     recipe = on_pictures(data, *EVERYTHING)
     train_loop.train(recipe, tmp_path / "whole", device="cpu")
     full = [False]
-    real = pathlib.Path.open
-
-    def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
-        if full[0] and mode[0] in "ax":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return real(path, mode, *args, **options)
 
     class Fills(CutAfter):
         said = ""
@@ -315,7 +293,7 @@ def test_a_run_may_go_on_without_room(data: Path, tmp_path: Path, monkeypatch: p
         def say(self, text: str) -> None:
             self.said += text
 
-    monkeypatch.setattr(pathlib.Path, "open", opened)
+    fails(monkeypatch, errno.ENOSPC, lambda path: full[0])
     watch = Fills(99)
     result = train_loop.train(recipe, tmp_path / "run", device="cpu", watch=watch, keep_going_on_full_disk=True)
     assert [event["step"] for event in result.journal if event["event"] == "checkpoint"] == [3, 9, 12]

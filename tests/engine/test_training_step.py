@@ -358,6 +358,11 @@ def test_the_scale_of_fp16_cancels(opt: str) -> None:
     found = work.step(2, iter(batches), BATCH, 1.0, list)
     assert found == pytest.approx(hand.step(2, batches, BATCH, knobs["lr"], knobs["matrix_lr"]), abs=1e-12)
     agree_with(work, hand)
+    spoilt.on = True
+    for _ in range(20):
+        work.step(3, iter(batches), BATCH, 1.0, list)
+    with pytest.raises(NonFiniteError, match=r"step 3: the gradient of head\.weight"):  # 20 in a row are enough
+        work.step(3, iter(batches), BATCH, 1.0, list)
 
 
 # --- matrices that stay orthonormal ----------------------------------------------------------------------------------
