@@ -70,6 +70,8 @@ def run_table(
     table = TABLES[name]
     wanted = [each for each in missing(table, ledger.read(folder)) if not cells or each[0].name in cells]
     jobs = [Job(name, table, cell, seed, folder, **places) for cell, seed in wanted]
+    if jobs:
+        say(f"{name}: {len(jobs)} runs, {min(at_once, len(jobs))} at a time")
     failed = []
     for job, (fine, words) in zip(jobs, _outcomes(jobs, at_once), strict=True):
         say(f"{name}: {job.cell.name}, seed {job.seed}: {words}")

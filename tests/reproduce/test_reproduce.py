@@ -148,8 +148,8 @@ def start(folder: Path, **more: Any) -> list[str]:
 
 def test_only_what_is_missing_is_run_and_is_what_train_gives(tiny: None, tmp_path: Path) -> None:
     ledger.add(tmp_path / "other.jsonl", line("TSSA", 1, 0.5))
-    said = start(tmp_path, weights=tmp_path / "weights", cells=["DMSA", "TSSA"])
-    assert [each.partition(": ")[2].partition(":")[0] for each in said] == [
+    first, *said = start(tmp_path, weights=tmp_path / "weights", cells=["DMSA", "TSSA"])
+    assert first == "tiny: 5 runs, 1 at a time" and [each.partition(": ")[2].partition(":")[0] for each in said] == [
         "DMSA, seed 0", "DMSA, seed 1", "DMSA, seed 2", "TSSA, seed 0", "TSSA, seed 2",
     ]  # fmt: skip
     assert [(cell.name, seed) for cell, seed in run.missing(TINY, ledger.read(tmp_path))] == [("MHSA", i) for i in range(3)]
@@ -173,7 +173,7 @@ def test_several_processes_share_a_table(tiny: None, tmp_path: Path) -> None:
     runs = tmp_path / ".runs"
     runs.mkdir()
     handle = take_lock(runs / f"{TINY.config_of(CELLS[1])}-1.lock")
-    said = start(tmp_path, cells=["TSSA"])
+    _, *said = start(tmp_path, cells=["TSSA"])
     assert said[1] == "tiny: TSSA, seed 1: another process is at it" and not any("at it" in each for each in said[::2])
     os.close(handle)
     job = run.Job("tiny", TINY, CELLS[1], 2, tmp_path, device="cpu", quiet=True)
