@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -44,7 +45,8 @@ class Lines(Quiet):
     def step(self, done: int, steps: int, values: dict[str, Any]) -> None:
         if time.monotonic() - self._said >= EVERY or done == steps:
             self._said = time.monotonic()
-            self.say(f"step {done:,} of {steps:,}  {in_words(values)}  {remaining(done, steps, values)} left")
+            left = timedelta(seconds=int((steps - done) * values["seconds"]))
+            self.say(f"step {done:,} of {steps:,}  {in_words(values)}  {left} left")
 
 
 class Bar(Quiet):
@@ -84,11 +86,6 @@ def in_words(values: dict[str, Any]) -> str:
         f"epoch {values['epoch']:g}  loss {values['loss']:.4f}  accuracy {values['accuracy']:.1%}  "
         f"{values['images_per_s']:,.0f} images/s"
     )
-
-
-def remaining(done: int, steps: int, values: dict[str, Any]) -> str:
-    seconds = int((steps - done) * values["seconds"])
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 class Clock:

@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field
 from importlib import resources
@@ -134,8 +134,8 @@ class Recipe:
     run: Run
 
     def __post_init__(self) -> None:
-        for keys, holds, reason in RULES:
-            if not holds(self):
+        for keys, holds, reason in self.rules():
+            if not holds:
                 values = ", ".join(f"{key} is {_toml(self._get(key))}" for key in keys.split())
                 raise ConfigError("", keys.split()[0], f"{values}: {reason}.")
         for option in self.model.options.keys() & ELSEWHERE.keys():
@@ -146,6 +146,31 @@ class Recipe:
             config = config.change(**self.model.options)
         with reported("", "data.image_size"):
             config.change(**self._image_size())
+
+    def rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Between keys: (those that a message shows, the one at fault first; whether it holds; what is said where not)."""
+        data, optim, schedule, run = self.data, self.optim, self.schedule, self.run
+        peak, scaled = optim.lr * self.lr_scale, "(which batch_size / base_batch scales, where there is a base)"
+        peaks, micro_batch = "optim.lr schedule.base_batch run.batch_size", run.batch_size // run.accumulate
+        yield "data.name", data.name != "", "it must be the name of a dataset, or a folder"
+        yield "run.accumulate run.batch_size", run.batch_size % run.accumulate == 0, "the first must divide the second"
+        in_time = schedule.warmup_epochs <= schedule.epochs
+        yield "schedule.warmup_epochs schedule.epochs", in_time, "the warm-up must end before the run does"
+        yield f"schedule.min_lr {peaks}", schedule.min_lr <= peak, f"the least learning rate must be at most the peak {scaled}"
+        yield f"schedule.warmup_lr {peaks}", schedule.warmup_lr <= peak, f"the warm-up must rise to the peak {scaled}"
+        has_rate = optim.opt != "muon" or optim.matrix_lr > 0
+        yield "optim.matrix_lr optim.opt", has_rate, "muon needs one of its own, as 0.02"
+        has_mean = run.final != "ema" or optim.model_ema > 0
+        yield "run.final optim.model_ema", has_mean, "no running mean is kept; set model_ema, as 0.999"
+        yield (
+            "data.holdout data.eval", not data.holdout or data.eval != "",
+            "what is held out would never be looked at; leave eval as it is, holdout is evaluated instead",
+        )  # fmt: skip
+        yield (
+            "run.batch_size run.accumulate augment.mixup augment.cutmix", not self.augment.mixes or micro_batch % 2 == 0,
+            "images are mixed two by two, so a micro-step needs an even number of them",
+        )  # fmt: skip
+        yield "data.limit run.batch_size", not data.limit or data.limit >= run.batch_size, "too few images for one step"
 
     def model_config(self, num_classes: int | None = None, in_chans: int | None = None) -> ModelConfig:
         """The network; classes and channels are those of the data, the named model's where not given."""
@@ -188,51 +213,6 @@ class Recipe:
         return {"img_size": self.data.image_size} if self.data.image_size else {}
 
 
-# keys that a message shows, the one at fault first; what must hold; what is said where it does not
-RULES: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
-    ("data.name", lambda r: r.data.name != "", "it must be the name of a dataset, or a folder"),
-    ("run.accumulate run.batch_size", lambda r: r.run.batch_size % r.run.accumulate == 0, "the first must divide the second"),
-    (
-        "schedule.warmup_epochs schedule.epochs",
-        lambda r: r.schedule.warmup_epochs <= r.schedule.epochs,
-        "the warm-up must end before the run does",
-    ),
-    (
-        "schedule.min_lr optim.lr schedule.base_batch run.batch_size",
-        lambda r: r.schedule.min_lr <= r.optim.lr * r.lr_scale,
-        "the least learning rate must be at most the peak (which batch_size / base_batch scales, where there is a base)",
-    ),
-    (
-        "schedule.warmup_lr optim.lr schedule.base_batch run.batch_size",
-        lambda r: r.schedule.warmup_lr <= r.optim.lr * r.lr_scale,
-        "the warm-up must rise to the peak (which batch_size / base_batch scales, where there is a base)",
-    ),
-    (
-        "optim.matrix_lr optim.opt",
-        lambda r: r.optim.opt != "muon" or r.optim.matrix_lr > 0,
-        "muon needs one of its own, as 0.02",
-    ),
-    (
-        "run.final optim.model_ema",
-        lambda r: r.run.final != "ema" or r.optim.model_ema > 0,
-        "no running mean is kept; set model_ema, as 0.999",
-    ),
-    (
-        "data.holdout data.eval",
-        lambda r: not r.data.holdout or r.data.eval != "",
-        "what is held out would never be looked at; leave eval as it is, holdout is evaluated instead",
-    ),
-    (
-        "run.batch_size run.accumulate augment.mixup augment.cutmix",
-        lambda r: not r.augment.mixes or r.run.batch_size // r.run.accumulate % 2 == 0,
-        "images are mixed two by two, so a micro-step needs an even number of them",
-    ),
-    (
-        "data.limit run.batch_size",
-        lambda r: not r.data.limit or r.data.limit >= r.run.batch_size,
-        "too few images for one step",
-    ),
-)
 # fields of a ModelConfig that a recipe states in another place
 ELSEWHERE = {
     "name": "it is model.name",

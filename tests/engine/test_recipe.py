@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmst.data.augment import Augment
-from dmst.engine.recipe import RULES, SECTIONS, Promise, Recipe, differences, from_toml, help_text, list_recipes, read_recipe
+from dmst.engine.recipe import SECTIONS, Promise, Recipe, differences, from_toml, help_text, list_recipes, read_recipe
 from dmst.errors import ConfigError, OptionError
 from dmst.models.vision import VisionModel
 from dmst.settings import TEXT, rule_in_words
@@ -185,7 +185,7 @@ def test_rules_between_keys(overrides: list[str], where: str) -> None:
 
 
 def test_every_rule_is_broken_above_and_kept_at_its_edge() -> None:
-    assert {keys.split()[0] for keys, _, _ in RULES} == {where for _, where in RULE_BREAKERS}
+    assert {keys.split()[0] for keys, _, _ in base().rules()} == {where for _, where in RULE_BREAKERS}
     for edge in (
         ["run.accumulate=128"],
         ["schedule.warmup_epochs=100"],
