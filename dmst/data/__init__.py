@@ -1,8 +1,8 @@
 """Images in.
 
-images.py     the one door for image bytes            sets.py, formats/   a split of a dataset, read from its own layout
-catalog.py    the datasets by name                     fetch.py, scan.py   getting them, and looking at every image once
-chance.py     randomness by (seed, epoch, image)       order.py            which images, in which order
-loader.py     batches, by two paths: resident.py (on the device), workers.py (large images)
-batching.py   one pure function from pixels to a batch: geometry, color, rand_augment, erasing, mixing
+images.py       the one door for image bytes            sets.py, formats/   a split of a dataset, read from its own layout
+catalog.py      the datasets by name                    fetch.py, scan.py   getting them, and looking at every image once
+loader.py       batches in their order, by two paths: on the device, or through workers.py and transforms.py (large images)
+batching.py     one pure function from pixels to a batch: geometry, color, rand_augment, erasing, mixing
+chance.py       randomness by (seed, epoch, image)      augment.py          the settings of a recipe
 """

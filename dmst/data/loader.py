@@ -5,6 +5,12 @@
 
 Order and augmentation are functions of (seed, epoch, index) alone: each path gives the same bits for any number of workers, any
 world size, any micro-steps and any first step. The paths share all draws; they differ in how a resized image is interpolated.
+
+    steps of an epoch     batches of `batch_size` places; what is left over at the end of the order is not shown
+    a batch               cut into `world` parts, each of these into `micro_steps` parts, all of them contiguous
+
+Repeated augmentation: every image `repeats` times in a row, of which the first floor(n / 256) * 256 places are shown: timm.
+Inside a batch the first copies come first, then the second ones, so that neighbours, which mixup pairs, are different images.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmst.data import chance, order
+from dmst.data import chance
 from dmst.data.augment import Augment
 from dmst.data.batch import Batch, Shard, View
 from dmst.data.batching import BatchMaker
@@ -28,6 +34,7 @@ from dmst.errors import OptionError, choose
 
 __all__ = ["Batch", "EvalStream", "Shard", "TrainStream", "View"]
 
+ROUND = 256  # of repeated augmentation: timm's, after DeiT
 RESIDENT = 4 << 30  # bytes copied to a device unasked; a fixed number, so that the path does not depend on what is in memory
 
 
@@ -87,8 +94,8 @@ class TrainStream(_Stream):
         super().__init__(image_set, view, shard, device, path, workers)
         pairs = augment.mixes and augment.mixup_mode == "pair"
         self.augment, self.batch_size, self.seed = augment, batch_size, seed
-        self.micro_batch = order.micro_batch(len(image_set), batch_size, shard, augment.repeats, pairs)
-        self.steps_per_epoch = order.epoch_length(len(image_set), augment.repeats) // batch_size
+        self.micro_batch = micro_batch(len(image_set), batch_size, shard, augment.repeats, pairs)
+        self.steps_per_epoch = epoch_length(len(image_set), augment.repeats) // batch_size
         self._order = lru_cache(3)(self._order_of)  # workers read ahead, into the next epoch
         self.notes: list[str] = []  # what a log should say
         if augment.mixes and not pairs:
@@ -139,7 +146,7 @@ class TrainStream(_Stream):
             yield [(epoch, sample) for sample in self._order(epoch)[start : start + self.micro_batch].tolist()]
 
     def _order_of(self, epoch: int) -> Tensor:
-        return order.epoch_order(len(self.image_set), self.seed, epoch, self.augment.repeats, self.batch_size)
+        return epoch_order(len(self.image_set), self.seed, epoch, self.augment.repeats, self.batch_size)
 
 
 class EvalStream(_Stream):
@@ -183,6 +190,41 @@ class EvalStream(_Stream):
             with torch.no_grad():
                 made = self._batches.make(next(pixels) if self._pixels is None else self._pixels, sample, sample, zero)
             yield Batch(*made, _sent((place < self.last).to(torch.float32), self.device), index)
+
+
+def epoch_length(images: int, repeats: int) -> int:
+    return images if repeats == 1 else images // ROUND * ROUND
+
+
+def epoch_order(images: int, seed: int, epoch: int, repeats: int, batch_size: int) -> Tensor:
+    """Samples, image + copy * 2^40, int64 on the CPU."""
+    shuffled = chance.permutation("order", seed, epoch, images)
+    if repeats == 1:
+        return shuffled
+    place = torch.arange(epoch_length(images, repeats))
+    copy = place % repeats
+    return (shuffled[place // repeats] + copy * chance.COPY)[torch.argsort(place // batch_size * repeats + copy, stable=True)]
+
+
+def micro_batch(images: int, batch_size: int, shard: Shard, repeats: int, pairs: bool) -> int:
+    """How many samples this process takes at a time; or an error that says why it cannot."""
+    parts = shard.world * shard.micro_steps
+    if batch_size < 1 or batch_size % parts:
+        raise OptionError(
+            f"batch_size is {batch_size}: it must divide into {shard.world} processes x {shard.micro_steps} micro-steps; "
+            f"try --batch {max(1, round(batch_size / parts)) * parts}."
+        )
+    length = epoch_length(images, repeats)
+    if length < batch_size:
+        rounded = f", of which repeated augmentation shows whole multiples of {ROUND}, here {length:,}," if repeats > 1 else ""
+        least = f"--batch {length // parts * parts}" if length >= parts else "more images"
+        raise OptionError(f"{images:,} images{rounded} are fewer than one batch of {batch_size:,}: try {least}.")
+    if pairs and batch_size // parts % 2:
+        raise OptionError(
+            f"mixup and cutmix mix neighbours, and a micro-batch of {batch_size // parts} leaves one alone: it must be even; "
+            f"try --batch {batch_size + parts}, or --set augment.mixup_mode=batch."
+        )
+    return batch_size // parts
 
 
 def _pixels(image_set: ImageSet, wanted: bool) -> np.ndarray | None:

@@ -116,10 +116,12 @@ def _look(image_set: ImageSet, workers: int, tick: Callable[[int, int], None]) -
             ) from error
 
 
+_theirs: list[ImageSet] = []  # of a worker process: its set
+
+
 def _begin(image_set: ImageSet, parent: int) -> None:
-    """In a worker process: the set, sent once."""
-    global _theirs
-    _theirs = image_set
+    """In a worker process: the set is sent once."""
+    _theirs.append(image_set)
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
 
 
@@ -131,7 +133,7 @@ def end_with(parent: int) -> None:
 
 
 def _work(stretch: range) -> tuple[Bad, bytes]:
-    return _answer(_theirs, stretch)
+    return _answer(_theirs[0], stretch)
 
 
 def _answer(image_set: ImageSet, stretch: range) -> tuple[Bad, bytes]:

@@ -128,8 +128,9 @@ class FileSet(ImageSet):
         boxes: np.ndarray | None = None,
     ) -> None:
         self.root, self._names, self._masks, self._boxes = root, _packed(names), _packed(masks), boxes
-        told = [np.asarray(sizes, np.int64), np.asarray(labels, np.int64), *masks, *([] if boxes is None else [boxes])]
-        super().__init__(name, split, classes, labels, fingerprint=digest(*classes, *names, *told))
+        numbers = np.asarray(sizes, np.int64), np.asarray(labels, np.int64)
+        mark = digest(*classes, *names, *numbers, *masks, *([] if boxes is None else [boxes]))
+        super().__init__(name, split, classes, labels, fingerprint=mark)
 
     def source(self, index: int) -> Path:
         return self.root / os.fsdecode(bytes(self._names[index]))
