@@ -15,7 +15,6 @@ A fused kernel that fails falls back to plain torch with a warning, and a warnin
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -214,7 +213,6 @@ def guarded(x: Tensor) -> Tensor:
 @contextmanager
 def fresh_memory_is_nan() -> Iterator[None]:
     """torch fills what it allocates with NaN while its algorithms have to be deterministic."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(1, device=DEVICE).isnan().all()

@@ -34,7 +34,7 @@ class TestFused:
             found.append((y, *torch.autograd.grad(y, given, g.to(wide))))
         assert found[0][1].dtype == dtype and found[0][2].dtype == F32
         for got, want in zip(*found, strict=True):
-            assert relative(got, want) < (2e-6 if dtype == F32 else 2e-2)
+            assert relative(got, want) < (2e-6 if dtype == F32 else 1e-2 if DEVICE == "cuda" else 2e-2)
 
     def test_a_second_derivative_says_no(self) -> None:
         h = torch.randn(2, 6, 8, requires_grad=True, device=DEVICE)

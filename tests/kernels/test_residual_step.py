@@ -189,7 +189,7 @@ def test_autocast(case: tuple) -> None:
     made = draw_step(case, (2, 37, 96, 4), BF16)
     found = fused(made, BF16)
     assert {x.dtype for x in found.values() if x is not None} == {F32}
-    check(found, made, BF16, times=2)
+    check(found, made, BF16, times=1 if DEVICE == "cuda" else 2)
 
 
 @interpreter
