@@ -91,7 +91,7 @@ def test_the_quick_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.Monke
 def child(*words: Any, cwd: Path, timeout: float = 100) -> subprocess.CompletedProcess[str]:
     """As a user's shell would."""
     known = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
-    env = known | {"COLUMNS": "100", "PYTHONWARNINGS": "error::DeprecationWarning:dmst"}
+    env = known | {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONWARNINGS": "error::DeprecationWarning:dmst"}
     return subprocess.run([*map(str, words)], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
