@@ -41,12 +41,14 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("code", SNIPPETS)
 def test_snippets_run(code: str) -> None:
     run = forked.python("-c", code, root=ROOT, strict=True)
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_run(line: str) -> None:
     program, *arguments = shlex.split(line)

@@ -7,32 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import dmst
 from tests import forked
 
-HEAVY = [
-    "typer",
-    "rich",
-    "timm",
-    "torchvision",
-    "matplotlib",
-    "sklearn",
-    "scipy",
-    "starlette",
-    "triton",
-    "onnx",
-    "jaxtyping",
-    "beartype",
-    "hypothesis",
-    "entmax",
-    "PIL",
-]
+HEAVY = ["typer", "rich", "timm", "torchvision", "sklearn", "scipy", "starlette", "triton", "onnx", "jaxtyping", "PIL"]
 
 
 def python(code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100, check=True)
 
 
+@pytest.mark.process
 def test_import_is_silent_quick_and_light() -> None:
     code = f"""
 import sys, time, torch
@@ -66,6 +53,7 @@ def test_every_public_name_resolves() -> None:
     assert (Path(dmst.__file__).parent / "py.typed").exists()
 
 
+@pytest.mark.process
 def test_module_and_script_are_the_same_command() -> None:
     script = Path(sys.executable).parent / "dmst"
     commands = [[sys.executable, "-m", "dmst"]] + ([[str(script)]] if script.exists() else [])
@@ -97,6 +85,7 @@ for arguments in ["--help"], ["models", "dmst_digits"], ["classify", photo, "--j
 """
 
 
+@pytest.mark.process
 def test_without_fcntl_all_but_training_works(tmp_path: Path) -> None:
     """Windows has none. The one line is told before anything is made."""
     photo = Path(dmst.__file__).parent / "photos/cat.jpg"

@@ -20,6 +20,7 @@ def lines(out: Path) -> dict[str, dict]:
     return {case["case"]: case for case in cases}
 
 
+@pytest.mark.process
 def test_what_fails_dies_or_hangs_is_counted_and_the_rest_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DMST_PLANTED", "1")
     assert soak.run(PLANTED, tmp_path, 0, "abc") is False
@@ -34,6 +35,7 @@ def test_what_fails_dies_or_hangs_is_counted_and_the_rest_is_done(tmp_path: Path
     assert shown[2].endswith("| 2.0e-07 |") and "commit abc" in shown[-1]
 
 
+@pytest.mark.process
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert soak.run(PLANTED, tmp_path, 0, "abc")
     file = tmp_path / f"{PLANTED}.jsonl"
@@ -54,6 +56,7 @@ def test_every_area_is_there_and_names_what_it_is() -> None:
         assert module_of(area).__doc__ and module_of(area).TITLE
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("area", ["checkpoints", "configs", "kernels"])
 def test_a_sample(area: str, tmp_path: Path) -> None:
     """One case of each row; the samples of the other areas are the tests that they are made from."""
