@@ -311,12 +311,9 @@ def take_lock(path: Path) -> int:
     OptionError if the file is no lock of ours: it stays as it is.
     """
     fcntl = posix()
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OptionError(f"{path} is a link, and links are not followed: remove it, or choose another folder.") from error
-        raise
+    if path.is_symlink():
+        raise OptionError(f"{path} is a link, and links are not followed: remove it, or choose another folder.")
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
         text = os.read(handle, 80).decode(errors="replace") if stat.S_ISREG(os.fstat(handle).st_mode) else "a pipe or device"
         if not LOCK.fullmatch(text):

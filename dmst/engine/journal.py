@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dmst import atomic
-from dmst.errors import FullDiskError, OptionError, SaveError, need
+from dmst.errors import FullDiskError, SaveError, need
 
 NAME = "journal.jsonl"
 Listener = Callable[[dict[str, Any], int], None]
@@ -111,8 +111,6 @@ def tensorboard(folder: Path) -> Listener:
     def listen(values: dict[str, Any], step: int) -> None:
         nonlocal writer
         if writer is None:  # not before the run holds its folder
-            if folder.is_symlink():
-                raise OptionError(f"{folder} is a link, and links are not followed: remove it.")
             writer = library.SummaryWriter(str(folder))
         for name, value in _numbers(values, ""):
             writer.add_scalar(name, value, step)

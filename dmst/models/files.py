@@ -54,11 +54,9 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
         raise OptionError(
             "the model is on the meta device and has no values to save: model.to_empty(...), then load or init_weights."
         )
-    names = model.class_names
-    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"class_names is {shown(names)}: it must be a tuple of names, one per class, or ().")
-    if names and len(names) != model.config.num_classes:
-        raise OptionError(f"class_names has {len(names)} names for {model.config.num_classes} classes: set it again.")
+    names, classes = model.class_names, model.config.num_classes
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names) or len(names) not in (0, classes):
+        raise OptionError(f"class_names is {shown(names)}: it must be a tuple of {classes} names, one per class, or ().")
     _refuse_odd_options(model.config)
     tensors = _tensors_of(model)
     try:

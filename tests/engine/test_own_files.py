@@ -56,12 +56,6 @@ def test_a_file_of_the_users_called_lock_is_not_taken_for_ours(tmp_path: Path) -
     assert (tmp_path / "lock").read_text() == "combination: 1234"
 
 
-def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "lock")
-    with pytest.raises(OptionError, match="lock is not the lock of a run"), RunFolder(tmp_path):
-        pass
-
-
 def test_checkpoints_elsewhere_are_neither_written_nor_swept(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "dead.step_00000001").mkdir(parents=True)  # would be swept in a run of ours

@@ -407,30 +407,13 @@ def test_a_folder_that_is_none(where: str, tmp_path: Path) -> None:
         load_model(tmp_path / where)
 
 
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        pytest.param(b"[" * 100_000 + b"]" * 100_000, "not JSON", id="deep list"),
-        pytest.param(b'{"dmst": 1e999}', "do not match its self_sha256", id="1e999"),
-        pytest.param(b"null", "must hold an object", id="null"),
-        pytest.param(b"{}", "has no sha256", id="nothing"),
-        pytest.param(b" " * (2**24 + 1), "16,777,217 bytes instead of at most", id="16 MiB"),
-    ],
-)
-def test_a_config_that_is_none(raw: bytes, message: str, folder: Path, untouched: None) -> None:
-    (folder / CONFIG).write_bytes(raw)
-    with pytest.raises(BadFileError, match=message):
-        load_model(folder)
-    with pytest.raises(BadFileError):
-        load_model(folder, unverified=True)
-
-
 HUGE = {"dim": 2**16, "num_classes": 10**6, "mlp_ratio": 1e6, "depth": 100}  # more bytes than 64 bits can count
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (put("self", value=float("inf")), "do not match its self_sha256"),
         (put("dmst", "config", "swish", value=1), r"was written by dmst 0\.1\.0 and says \['swish'\], unknown to "),
         (put("dmst", "config", value=5), "was not written by save_model"),
         (put("dmst", "config", value={}), r"for custom does not fit: missing"),
@@ -470,14 +453,6 @@ def test_without_hashes_only_on_request(folder: Path) -> None:
         load_model(folder)
     loaded = load_model(folder, unverified=True)
     assert same(loaded, wanted) and loaded.config == wanted.config and not loaded.training
-
-
-def test_hashes_that_are_there_count_also_when_unverified(folder: Path, untouched: None) -> None:
-    weights = bytearray((folder / WEIGHTS).read_bytes())
-    weights[-1] ^= 1
-    (folder / WEIGHTS).write_bytes(weights)
-    with pytest.raises(BadFileError, match="sha256 is not the one"):
-        load_model(folder, unverified=True)
 
 
 @pytest.mark.parametrize(
