@@ -221,15 +221,14 @@ def drawn(*shape: int, dtype: torch.dtype = BF16, size: float = 1.0) -> Tensor:
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize(("d", "h"), [(384, 1536), (192, 768), (64, 320), (256, 256)], ids=str)
 def test_products(d: int, h: int, dtype: torch.dtype) -> None:
-    """x W^T + b, its GELU, and onto z: of any number of rows, each row by itself, the same bits again."""
+    """x W^T + b, and GELU of it: of any number of rows, each row by itself, the same bits again."""
     ours, bar = hopper(d, 16, dtype), {BF16: 4e-3, F16: 5e-4}[dtype]  # half a bit of the output, and a little
     weight, bias = drawn(h, d, dtype=dtype, size=d**-0.5), drawn(h, dtype=dtype)
     square, z_bias = drawn(d, d, dtype=dtype, size=d**-0.5), drawn(d, dtype=dtype)
     for rows in (1, 63, 64, 65, 5000, 40_000):
         x = drawn(rows, d, dtype=dtype)
         with fresh_memory_is_nan():
-            products = {ours.hidden: F.gelu(x.double() @ weight.double().mT + bias.double())}
-            assert relative(ours.hidden(x, weight, bias), products[ours.hidden]) < bar
+            assert relative(ours.hidden(x, weight, bias), F.gelu(x.double() @ weight.double().mT + bias.double())) < bar
             assert relative(ours.product(x, square, z_bias), x.double() @ square.double().mT + z_bias.double()) < bar
             assert relative(ours.product(x, square.mT, None), x.double() @ square.double()) < bar
     clean = ours.hidden(x, weight, bias)
