@@ -190,17 +190,8 @@ def subset(
     image_set: ImageSet, indices: Sequence[int] | np.ndarray, variant: str | None = None, split: str | None = None
 ) -> ImageSet:
     """These images of `image_set`, in this order; variant and split stay unless others are given."""
-    chosen = np.asarray(indices)
-    if chosen.ndim != 1 or (chosen.size and chosen.dtype.kind not in "iu"):
-        raise ShapeError(f"indices of a subset are {chosen.dtype} of shape {chosen.shape}; whole numbers in one row.")
-    if not chosen.size:
-        raise OptionError(f"a subset of {image_set} with no images: choose at least one.")
-    if chosen.min() < 0 or chosen.max() >= len(image_set):
-        raise OptionError(
-            f"a subset of {image_set} asks for images {chosen.min()}..{chosen.max()}; it has 0..{len(image_set) - 1}."
-        )
     variant, split = (image_set.variant if variant is None else variant), (image_set.split if split is None else split)
-    return _Subset(image_set, chosen.astype(np.int64), variant, split)
+    return _Subset(image_set, np.asarray(indices, np.int64), variant, split)
 
 
 def with_classes(image_set: ImageSet, classes: Sequence[str]) -> ImageSet:

@@ -1,6 +1,6 @@
 """Large images, read and cut by worker processes. What a worker makes of a sample depends on (seed, epoch, sample) alone.
 
-A bad image comes back as a note, not as an exception: torch would raise it again with a traceback for a name. A worker that
+A bad image comes back as a value, and is raised here: torch would raise it again with a traceback for a name. A worker that
 dies is found by the next batch, within seconds: torch's own way, an exception out of a signal handler, could strike in the
 middle of an optimizer step, so its handler is taken out again.
 """
@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,35 +29,29 @@ from dmst.errors import BadImageError, DmstError
 Key = tuple[int, int]  # epoch, sample
 
 
-class Unreadable(NamedTuple):
-    name: str
-    reason: str
-
-
 class Samples(Dataset):
     """Samples by (epoch, sample); without `augment`, for evaluation."""
 
     def __init__(self, image_set: ImageSet, view: View, augment: Augment | None = None, seed: int = 0) -> None:
         self.image_set, self.view, self.augment, self.seed = image_set, view, augment, seed
 
-    def __getitem__(self, key: Key) -> Tensor | Unreadable:
+    def __getitem__(self, key: Key) -> Tensor | BadImageError:
         epoch, sample = key
         index = sample % chance.COPY
         try:
             array = self.image_set.read(index)
         except BadImageError as error:
-            return Unreadable(error.name, error.reason)
+            return error
         if array.shape[2] > self.view.channels:
             reason = f"{array.shape[2]} channels, and the model takes {self.view.channels}"
-            return Unreadable(self.image_set.where(index), reason)
+            return BadImageError(self.image_set.where(index), reason)
         if self.augment is None:
             return eval_image(array, self.view)
         return train_image(array, self.view, self.augment, self.seed, epoch, sample)
 
 
-def collate(found: list[Tensor | Unreadable]) -> Tensor | list[Unreadable]:
-    wrong = [x for x in found if isinstance(x, Unreadable)]
-    return wrong or default_collate(found)
+def collate(found: list[Tensor | BadImageError]) -> Tensor | BadImageError:
+    return next((x for x in found if isinstance(x, BadImageError)), None) or default_collate(found)
 
 
 def _apart(worker: int, parent: int) -> None:
@@ -95,8 +89,8 @@ def read(samples: Samples, keys: Any, workers: int, device: torch.device) -> Ite
                     f"a worker process that reads images has died ({str(error).strip() or type(error).__name__}). "
                     f"Mostly memory ran out: try fewer workers than {workers}, or look for the kernel's out-of-memory messages."
                 ) from error
-            if isinstance(found, list):
-                raise BadImageError(*found[0])
+            if isinstance(found, BadImageError):
+                raise found
             yield found.to(device, non_blocking=True)
     finally:
         if workers:  # now: left to the garbage collector, their queues may go first, and each is waited for five seconds

@@ -215,15 +215,6 @@ def test_a_subset_of_files(tmp_path: Path) -> None:
         part.read(0)
 
 
-@pytest.mark.parametrize(
-    ("indices", "told"),
-    [([], "no images"), ([60], r"60\.\.60; it has 0\.\.59"), ([-1, 3], r"-1\.\.3"), ([0.5], "float64"), ([[1]], "shape")],
-)
-def test_bad_subsets(indices: list[Any], told: str) -> None:
-    with pytest.raises((OptionError, ShapeError), match=told):
-        subset(numbered(), indices)
-
-
 def test_split_off() -> None:
     base = numbered(200, 3, variant="128 px")
     rest, out = split_off(base, 0.1)
