@@ -3,7 +3,6 @@
     visible(text)    one line, for a terminal: what is not printable is written as Python escapes it, as in "\\x1b]0;title\\x07"
     lines(text)      the same for text of several lines
     short(text)      the same, the middle left out where it is long
-    html(text)       the same, for a page or an SVG: markup is text
     fitting(name)    as much of a file's name as leaves room for an ending; no display, so nothing is escaped
 
 Not printable are control characters, what turns the direction of a line, what has no width, and halves of characters: the bytes
@@ -14,7 +13,6 @@ this: json.dumps escapes by itself, and its reader gets the very name back.
 from __future__ import annotations
 
 import os
-from html import escape
 
 NAME = 4 * 255  # letters: the longest name of a file, every byte of it escaped
 FILE = 200  # bytes of a name: the longest is 255, and endings, numbers and what stages a file come to it
@@ -33,10 +31,6 @@ def short(text: object, most: int = NAME) -> str:
     """The middle is left out: names that are long are often told apart by their ends."""
     text, tail = visible(text), most // 3
     return text if len(text) <= most else f"{text[: most - tail - 1]}…{text[-tail:]}"
-
-
-def html(text: object) -> str:
-    return escape(visible(text))
 
 
 def fitting(name: str) -> str:
