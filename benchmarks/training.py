@@ -63,7 +63,7 @@ def wait(group: Group) -> None:
 
 def take(run: TrainStep, batches: Iterator[Batch], steps: int) -> float:
     """So many steps; the last loss."""
-    return [run.step(step, batches, float(run.recipe.run.batch_size), 1.0, list).loss for step in range(steps)][-1]
+    return [run.step(step, batches, 1.0, list).loss for step in range(steps)][-1]
 
 
 def main() -> None:

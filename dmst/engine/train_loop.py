@@ -353,7 +353,7 @@ class _Run:
         step, stream, peak = self.step, self.stream, self.recipe.optim.lr * self.recipe.lr_scale
         factor = lr_factor(step, self.steps, stream.steps_per_epoch, self.recipe.schedule, peak)
         try:
-            metrics = self.train_step.step(step, batches, stream.batch_size, factor, partial(stream.indices, step))
+            metrics = self.train_step.step(step, batches, factor, partial(stream.indices, step))
         except DmstError as error:
             # The state before the step is saved: nothing is lost. What fails on one process only is not waited for.
             if self.tried != step and (self.group.world == 1 or isinstance(error, NonFiniteError)):

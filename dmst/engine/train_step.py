@@ -1,6 +1,6 @@
 """One step: gradients of a batch, a look at them, and only then the weights.
 
-    gradients    loss = sum_i weight_i CE_i / count over the global batch, in micro-steps; the norm of all gradients
+    gradients    loss = sum_i CE_i / batch_size over the global batch, in micro-steps; the norm of all gradients
     look         loss and norm must be finite: else nothing is applied (fp16: the scale halves, the step is skipped and counted)
                  and the statistics of batch norms, which the forward pass moved, are put back
     apply        clipping, optimizer, orthonormal matrices, running mean
@@ -38,7 +38,7 @@ GROW = 2000  # steps without a skip after which fp16's scale doubles
 class StepMetrics(NamedTuple):
     """Of one step."""
 
-    loss: float  # mean over the images that count
+    loss: float  # mean over the images
     accuracy: float
     norm: float
 
@@ -82,7 +82,6 @@ class TrainStep:
         for layer in tied:
             layer.kept = True  # by `_apply`
         self.tied = bool(tied)
-        self._factor = 1.0  # of the loss, before the backward pass
         self._sums = torch.zeros(4, dtype=torch.float64, device=group.device)  # loss, right, bad inputs; norm
         self._statistics = _statistics(model)
 
@@ -99,22 +98,16 @@ class TrainStep:
         asked = self.recipe.run.final
         return asked if asked != "auto" else "model" if self.mean is None else "ema"
 
-    @property
-    def final(self) -> VisionModel:
-        return self.model if self.choice == "model" or self.mean is None else self.mean.model
-
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def step(
-        self, step: int, batches: Iterator[Batch], count: float, lr_factor: float, indices: Callable[[], Any]
-    ) -> StepMetrics:
-        """Take step number `step` (from 0) on the next micro-batches; `count` images of the global batch count."""
+    def step(self, step: int, batches: Iterator[Batch], lr_factor: float, indices: Callable[[], Any]) -> StepMetrics:
+        """Take step number `step` (from 0) on the next micro-batches; `indices` are the images that an error names."""
         self.model.train()
         self.optimizer.set_lr(lr_factor)
         for now, before in self._statistics:
             torch._foreach_copy_(before, now)
         try:
-            self._gradients(step, batches, count)
+            self._gradients(step, batches)
         except BaseException as error:
             self._take_back()
             if isinstance(error, torch.OutOfMemoryError):
@@ -135,11 +128,10 @@ class TrainStep:
                 f"step {step}: {first}. Nothing was applied. Images of the batch: {_some(indices())}. Mostly the learning rate "
                 f"is too high (--set optim.lr={self.recipe.optim.lr / 3:.1g}), or gradients need a limit (optim.clip_grad=1)."
             )
-        return StepMetrics(loss / max(count, 1), right / max(count, 1), norm)
+        return StepMetrics(loss / self.recipe.run.batch_size, right / self.recipe.run.batch_size, norm)
 
-    def _gradients(self, step: int, batches: Iterator[Batch], count: float) -> None:
+    def _gradients(self, step: int, batches: Iterator[Batch]) -> None:
         """Those of all micro-batches. A GPU is still at work on them when this returns."""
-        self._factor = self.group.world * self.scale / max(count, 1)
         self.forget()
         self._sums.zero_()
         micro_steps = self.recipe.run.accumulate
@@ -156,10 +148,9 @@ class TrainStep:
         """The gradients of one micro-batch, onto those that are there. Checkpointed blocks run again in the backward pass."""
         logits = self.logits(self.net, batch.images)
         smoothing = self.recipe.optim.smoothing
-        each = F.cross_entropy(logits, batch.targets.to(logits.dtype), label_smoothing=smoothing, reduction="none")
-        loss = (each * batch.weight).sum()
-        (loss * self._factor).backward()
-        right = ((logits.detach().argmax(1) == batch.labels) & (batch.weight > 0)).sum()
+        loss = F.cross_entropy(logits, batch.targets.to(logits.dtype), label_smoothing=smoothing, reduction="none").sum()
+        (loss * (self.group.world * self.scale / self.recipe.run.batch_size)).backward()  # processes take the mean
+        right = (logits.detach().argmax(1) == batch.labels).sum()
         bad = (~torch.isfinite(batch.images)).any()
         self._sums[:3] += torch.stack((loss.detach(), right.to(loss.dtype), bad.to(loss.dtype)))
 

@@ -374,8 +374,8 @@ def spoiled(step: int) -> None:
     """NaN in the images of one step."""
     real = train_step.TrainStep._gradients
 
-    def gradients(self: train_step.TrainStep, now: int, batches: Any, count: float) -> None:
-        real(self, now, (x._replace(images=x.images * math.nan) for x in batches) if now == step else batches, count)
+    def gradients(self: train_step.TrainStep, now: int, batches: Any) -> None:
+        real(self, now, (x._replace(images=x.images * math.nan) for x in batches) if now == step else batches)
 
     train_step.TrainStep._gradients = gradients  # type: ignore[method-assign]
 
