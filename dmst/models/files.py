@@ -216,6 +216,6 @@ def _foreign_config(path: Path, told: dict[str, Any]) -> ModelConfig:
 
 def _class_names(told: dict[str, Any], classes: int) -> tuple[str, ...]:
     """None where timm's config names fewer, or describes them otherwise."""
-    names = told.get("label_names")
+    names: Any = told.get("label_names")
     fits = isinstance(names, list) and len(names) == classes and all(isinstance(name, str) for name in names)
     return tuple(names) if fits else ()
