@@ -41,7 +41,7 @@ def test_the_child_has_no_torch() -> None:
     assert run.stdout.split() == ["PIL"]
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_pixels_are_those_of_the_one_door(decoder: Decoder, kind: str) -> None:
     raw = encoded(noise(31, 47), kind)
     for grey in (False, True):
@@ -56,25 +56,6 @@ def test_a_refusal_says_why_and_costs_nothing_else(decoder: Decoder) -> None:
     with pytest.raises(BadImageError, match="SVG"):
         decoder.decode(b"<svg xmlns='http://www.w3.org/2000/svg'/>")
     assert decoder.decode(encoded(noise(3, 5))).shape == (3, 5, 3) and decoder._child is child
-
-
-def test_the_childs_end_of_the_line() -> None:
-    """In this process: two pictures and a refusal, then nothing more."""
-    pixels = noise(3, 5)
-    raws = [encoded(pixels), b"none", encoded(pixels, "BMP")]
-    told = io.BytesIO()
-    decoding.answer(io.BytesIO(b"".join(decoding.ASKED.pack(False, len(raw)) + raw for raw in raws)), told)
-    said = told.getvalue()
-    picture = decoding.TOLD.pack(False, *pixels.shape) + pixels.tobytes()
-    assert said.startswith(picture) and said.endswith(picture)
-    refused, length, *_ = decoding.TOLD.unpack(said[len(picture) :][: decoding.TOLD.size])
-    assert refused and said[len(picture) + decoding.TOLD.size :][:length].decode().startswith("it is not a JPEG")
-
-
-def test_a_child_that_is_gone_is_replaced(decoder: Decoder) -> None:
-    decoder._child.kill()
-    decoder._child.wait()
-    assert decoder.decode(encoded(noise(3, 5))).shape == (3, 5, 3)
 
 
 def test_a_picture_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
