@@ -15,6 +15,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -114,6 +115,8 @@ def _look(image_set: ImageSet, workers: int, tick: Callable[[int, int], None]) -
                 "the process that decoded it died. Mostly memory ran out: use fewer workers, or workers=0, which stops at the "
                 'file. (A script that starts workers keeps its own code under if __name__ == "__main__":.)',
             ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)  # a Ctrl-C does not wait for all images
 
 
 _theirs: list[ImageSet] = []  # of a worker process: its set
@@ -122,6 +125,7 @@ _theirs: list[ImageSet] = []  # of a worker process: its set
 def _begin(image_set: ImageSet, parent: int) -> None:
     """In a worker process: the set is sent once."""
     _theirs.append(image_set)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
 
 
