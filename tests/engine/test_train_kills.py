@@ -59,9 +59,11 @@ def at_half(name: str, part: str, count: int = 1) -> None:
         if path.name == name and part in str(path) and mode[0] in "ax":
             left[0] -= 1
             if not left[0]:
+                size = path.stat().st_size if path.exists() else -1
                 with real(path, mode, *args, **options) as file:
                     file.write(b'{"event": "st')
                 die()
+                path.unlink() if size < 0 else os.truncate(path, size)  # where `die` is something milder
         return real(path, mode, *args, **options)
 
     pathlib.Path.open = opened  # type: ignore[assignment]
