@@ -104,7 +104,7 @@ def tidy(message: object) -> str:
 def _gpu_seen() -> bool:
     """Is there an NVIDIA GPU, torch not asked?"""
     command = shutil.which("nvidia-smi")
-    return bool(command) and "GPU " in subprocess.run([command, "-L"], capture_output=True, text=True).stdout
+    return command is not None and "GPU " in subprocess.run([command, "-L"], capture_output=True, text=True).stdout
 
 
 def _cuda_devices() -> tuple[list[Device], str]:
