@@ -156,7 +156,7 @@ def evaluate(
     by_class = dict(zip(image_set.classes, score.by_class, strict=True))
     if as_json:
         told = {"weights": weights, "data": image_set.name, "split": image_set.split or "held out"}
-        told |= {"variant": image_set.variant, **score.told()}
+        told |= {"variant": image_set.variant, **score.to_dict()}
         say(json.dumps(told | {"by_class": by_class}))
         return
     say(f"{image_set}: {score.right:,} of {score.images:,} images right")

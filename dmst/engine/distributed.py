@@ -57,7 +57,7 @@ class Group:
         """Whether it is so on any process."""
         return bool(self.sum(torch.tensor(int(mine))).item()) if self.world > 1 else mine
 
-    def spread(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """The main process's values into everyone's."""
         if self.world > 1:
             for tensor in tensors:
@@ -66,14 +66,14 @@ class Group:
                 if held.data_ptr() != tensor.data_ptr():
                     tensor.copy_(held)
 
-    def tell(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         """The main process's text."""
         raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor(len(raw))
-        self.spread([size])
+        self.broadcast([size])
         if not self.main:
             raw = torch.empty(int(size), dtype=torch.uint8)
-        self.spread([raw])
+        self.broadcast([raw])
         return raw.numpy().tobytes().decode()
 
     @contextmanager

@@ -38,7 +38,7 @@ class Score(NamedTuple):
         """ "top-1 93.20%, top-5 99.80%"; five of five classes would always be right, so top-5 is left out there."""
         return f"top-1 {self.top1:.2%}" + (f", top-5 {self.top5:.2%}" if len(self.by_class) > 5 else "")
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"top1": self.top1, "top5": self.top5, "loss": self.loss, "right": self.right, "images": self.images}
 
 

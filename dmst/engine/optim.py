@@ -156,7 +156,7 @@ class Mean:
 
 
 @torch.no_grad()
-def put(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+def copy_tensors(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
     """Copy by name into tensors that are in use."""
     for name, tensor in tensors.items():
         into[name].copy_(tensor)

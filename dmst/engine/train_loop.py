@@ -39,7 +39,7 @@ from dmst.engine.checkpoint import RunFolder, State
 from dmst.engine.console import Clock, Quiet
 from dmst.engine.distributed import Group, joined
 from dmst.engine.evaluate import Score, evaluate
-from dmst.engine.optim import lr_factor, put
+from dmst.engine.optim import copy_tensors, lr_factor
 from dmst.engine.prepare import RECIPE
 from dmst.engine.recipe import Recipe, differences, from_toml
 from dmst.engine.summary import summary
@@ -182,7 +182,7 @@ class _Run:
         recipe, group, run = self.recipe, self.group, self.recipe.run
         with group.together("opening the data"):
             sets = prepare.open_sets(recipe, data_dir=data_dir, workers=workers, cache=self.folder, look=group.main)
-        bad = json.loads(group.tell(json.dumps([sorted(sets.bad_train), sorted(sets.bad_eval)])))
+        bad = json.loads(group.broadcast_text(json.dumps([sorted(sets.bad_train), sorted(sets.bad_eval)])))
         self.sets = replace(sets, bad_train=frozenset(bad[0]), bad_eval=frozenset(bad[1]))
         if not group.all_same(self.sets.fingerprint):
             raise OptionError(f"the processes find different images in {recipe.data.name}: every machine needs the same ones.")
@@ -214,11 +214,11 @@ class _Run:
                         if name not in found.tensors:
                             raise OptionError(f"the checkpoint of step {found.step} has no {name}: its recipe was another.")
                         fit(found.tensors[name], tensors, "the checkpoint")
-                        put(found.tensors[name], tensors)
-        told = self.group.tell(told)
+                        copy_tensors(found.tensors[name], tensors)
+        told = self.group.broadcast_text(told)
         if told:
             for tensors in self._tensors().values():
-                self.group.spread(tensors.values())
+                self.group.broadcast(tensors.values())
             self._take(State(**json.loads(told)))
         kept = self.log.take_back(self.step if told else -1, ended=bool(told) and self._has_final())
         known = {(event["event"], event["step"]) for event in kept}
@@ -404,7 +404,7 @@ class _Run:
         if self.eval_stream is not None:
             self.watch.pause("evaluating")
             self._score()
-            values |= {name: score.told() for name, score in self.scores.items()}
+            values |= {name: score.to_dict() for name, score in self.scores.items()}
             choice = self.train_step.choice
             top1 = self.scores[choice].top1
             if not self.best or top1 > self.best["top1"]:
@@ -421,7 +421,7 @@ class _Run:
                 if self.group.main:
                     events = journal.read(self.folder.path / journal.NAME)
                     self.reason = self.stop_rule([event for event in events if event["event"] == "evaluation"])
-            self.reason = self.group.tell(self.reason)
+            self.reason = self.group.broadcast_text(self.reason)
 
     def _sample(self, most: int) -> tuple[Tensor, Tensor]:
         """The first images that count, of what is evaluated."""
@@ -487,7 +487,7 @@ class _Run:
                 self.folder.check_held(final)
                 self._prune()  # a kill may have come between the last checkpoint and this
                 save_model(model, final, overwrite=True)
-                values = {name: each.told() for name, each in self.scores.items()}
+                values = {name: each.to_dict() for name, each in self.scores.items()}
                 by_class = [] if score is None else [list(pair) for pair in score.by_class]
                 self.log.write("end", self.step, final=choice, by_class=by_class, best=self.best, **values)
             if self.group.main:

@@ -170,4 +170,4 @@ def metrics(result: Result) -> dict[str, Any]:
     assert result.score is not None and result.sample is not None
     last = [event for event in result.journal if event["event"] == "evaluation"][-1]
     layers = probes.layers(result.model, result.sample[0])
-    return result.score.told() | {"train_loss": last["train_loss"], "layers": layers}
+    return result.score.to_dict() | {"train_loss": last["train_loss"], "layers": layers}

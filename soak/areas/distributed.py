@@ -85,7 +85,7 @@ EVENTS: dict[str, Callable[[Act], None]] = {
     "before a save's rename": event(lambda: kills.at_audit("os.rename", "/.step_", "/step_")),
     "while an old checkpoint goes": event(lambda: kills.at_audit("os.remove", "model.safetensors")),
     "while the checkpoint is read": call(train_loop, "fit", 2),
-    "while the checkpoint is spread": call(Group, "spread", 3),
+    "while the checkpoint is spread": call(Group, "broadcast", 3),
     "while the processes meet": call(dist, "init_process_group", 1),
     "while the model is written": event(lambda: kills.at_half("model.safetensors", "/.final.")),
     "before the model's rename": event(lambda: kills.at_audit("os.rename", "/.final.")),
