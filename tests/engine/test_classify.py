@@ -133,11 +133,7 @@ def test_networks_of_ones_own_keep_their_names(photos: Path, tmp_path: Path) -> 
     for folder, names in (("named", {"cat", "dög"}), ("plain", {"class 0", "class 1"})):
         said = CliRunner().invoke(cli.app, ["classify", str(photos / "1.png"), "--weights", str(tmp_path / folder), "--json"])
         assert {each["class"] for each in json.loads(said.stdout)["top"]} == names
-    for names, message in (
-        (("one",), "1 names for 2 classes"),
-        (("cat", 3), "must be a tuple of names"),
-        ("ab", "must be a tuple"),
-    ):
-        model.class_names = names  # type: ignore[assignment]
-        with pytest.raises(OptionError, match=message):
+    for wrong in (("one",), ("cat", 3), "ab"):
+        model.class_names = wrong  # type: ignore[assignment]
+        with pytest.raises(OptionError, match="must be a tuple of 2 names"):
             save_model(model, tmp_path / "wrong")
