@@ -1,7 +1,7 @@
 """What the page asks about: networks and pictures, by opaque ids, in memory alone.
 
     Session     networks m0, m1, ..., pictures e0, e1, ... (examples) and u... (uploads, at most 32, the oldest go)
-    Network     one model under one lock: loaded in the background, asked by `look` and `rates`, some answers kept
+    Network     one model: loaded in the background, asked by `look` and `rates`, some answers kept
     Picture     shown (a PNG), and what each network sees of it: its own size, normalised, as `dmst classify` prepares it
 
 Pixels of an upload are prepared for every network at once and then forgotten.
@@ -42,7 +42,7 @@ from dmst.words import visible
 UPLOAD = 10 * 2**20  # bytes
 UPLOADS = 32
 SHOWN, SEEN = 512, 256  # pixels: at most, at least
-KEPT, TRACES = 32, 2  # answers and traces of a network
+KEPT = 32  # answers of a network
 DIGIT = "seven"
 PATIENCE = 120.0  # seconds that a picture waits for networks to load
 Gates = dict[int, dict[int, float]]
@@ -138,7 +138,7 @@ class Session:
 
 
 class Network:
-    """All that touches the model is done under its lock: forcing a gate changes the instance."""
+    """Asked by one thread at a time, its lane in server.py: forcing a gate changes the instance."""
 
     def __init__(self, id: str, where: str, name: str, device: torch.device | str) -> None:
         self.id, self.where, self.name, self.device = id, where, name, device
@@ -146,9 +146,7 @@ class Network:
         self.ready = threading.Event()  # also when it failed
         self.model: VisionModel | None = None
         self.view: View = View(1, 3, (0.5,) * 3, (0.5,) * 3)
-        self._lock = threading.Lock()
         self._kept: OrderedDict[Any, dict[str, Any]] = OrderedDict()
-        self._traces: OrderedDict[Any, Trace] = OrderedDict()
 
     def load(self, then: Callable[[], object] = lambda: None) -> None:
         self.state = "loading"
@@ -219,19 +217,18 @@ class Network:
         model = self._model()
         gates = gates_of(asked, model)
         key = work.__name__, picture.id, repr(gates)
-        with self._lock, torch.inference_mode():
+        with torch.inference_mode():
             if key not in self._kept:
                 told = {str(layer): {str(head): gate for head, gate in row.items()} for layer, row in gates.items()}
                 found = {"model": self.id, "image": picture.id, "gates": told} | work(model, picture, gates)
-                _keep(self._kept, key, found, KEPT)
+                self._kept[key] = found
+                if len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
             return self._kept[key]
 
     def _trace(self, model: VisionModel, picture: Picture, gates: Gates) -> Trace:
-        key = picture.id, repr(gates)
-        if key not in self._traces:
-            with forced_gates(model, gates):
-                _keep(self._traces, key, model.trace(self._image(picture)), TRACES)
-        return self._traces[key]
+        with forced_gates(model, gates):
+            return model.trace(self._image(picture))
 
     def _image(self, picture: Picture) -> Tensor:
         weight = next(self._model().parameters())
@@ -293,12 +290,6 @@ def _index(what: str, key: str, count: int) -> int:
 def _has_gates(model: VisionModel) -> bool:
     forms = [getattr(block.operator, "form", None) for block in model.blocks]
     return any(form is not None and form.gate is not None for form in forms)
-
-
-def _keep(shelf: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
-    shelf[key] = value
-    while len(shelf) > most:
-        shelf.popitem(last=False)
 
 
 def _picture(id: str, pixels: np.ndarray) -> Picture:
