@@ -25,7 +25,7 @@ from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
 from dmst.models import ModelConfig, VisionModel, list_models, load_model, model_config, shipped
 from dmst.models.preprocessing import normalise
-from dmst.models.transfer import FREE, differing, take_over
+from dmst.models.zoo import FREE, differing, take_over
 from dmst.operators.orthonormal import retract
 
 RECIPE = "recipe.toml"  # of a run
@@ -174,7 +174,7 @@ def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> Vi
     if recipe.model.init_from:
         source = read_weights(recipe.model.init_from)
         refuse_misfit(config, source.config, recipe.model.init_from)
-        take_over(model, source, recipe.model.init_from)
+        take_over(model, source)
         normalise(model.pretrained_cfg, source.pretrained_cfg["mean"], source.pretrained_cfg["std"])
     elif recipe.data.name in catalog.CATALOG:
         normalise(model.pretrained_cfg, *catalog.CATALOG[recipe.data.name].statistics)

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import Mlp
-from dmst.models.linear import linear
 from dmst.models.residual import Residual
 from dmst.one_node import OneNode
+from dmst.operators.base import linear
 
 
 class ClassAttentionBlock(OneNode):

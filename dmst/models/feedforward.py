@@ -18,8 +18,8 @@ from dmst import tracing
 from dmst.errors import OptionError
 from dmst.kernels import hidden
 from dmst.kernels.neighbours import local_gelu
-from dmst.models.linear import linear
 from dmst.models.residual import Residual
+from dmst.operators.base import linear
 
 if TYPE_CHECKING:
     from dmst.models.config import ModelConfig

@@ -66,10 +66,15 @@ class LearnedPosition(OneNode):
     def forward(self, z: Tensor, grid: tuple[int, int]) -> Tensor:
         if tracing.surely(grid[0] == self.grid[0]) and tracing.surely(grid[1] == self.grid[1]):
             return z + self.table
-        prefix = z.shape[1] - grid[0] * grid[1]
-        places = rearrange(self.table[prefix:], "(h w) d -> 1 d h w", h=self.grid[0])
+        return z + self.resized(grid)
+
+    def resized(self, grid: tuple[int, int]) -> Tensor:
+        """The table for patches on another grid."""
+        rows, columns = self.grid
+        prefix = self.table.shape[0] - rows * columns
+        places = rearrange(self.table[prefix:], "(h w) d -> 1 d h w", h=rows)
         places = F.interpolate(wide(places), grid, mode="bicubic", antialias=True).to(self.table.dtype)
-        return z + torch.cat((self.table[:prefix], rearrange(places, "1 d h w -> (h w) d")))
+        return torch.cat((self.table[:prefix], rearrange(places, "1 d h w -> (h w) d")))
 
 
 POSITIONS: dict[str, type[FourierPosition | LearnedPosition]] = {"fourier": FourierPosition, "learned": LearnedPosition}

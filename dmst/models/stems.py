@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst.kernels import compute_dtype
-from dmst.models.linear import linear
 from dmst.one_node import OneNode
+from dmst.operators.base import linear
 
 if TYPE_CHECKING:
     from dmst.models.config import ModelConfig
@@ -38,7 +38,7 @@ class ImageConv(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         missing = -self.in_channels % 8
-        if not (missing and self.groups == 1 and _in_eights(x)):
+        if not (missing and _in_eights(x)):
             return super().forward(x)
         x = x.to(compute_dtype(x))  # as autocast would, but before the channels are copied
         return self._conv_forward(_pad(x, missing), _pad(self.weight, missing), self.bias)

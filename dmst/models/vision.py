@@ -23,11 +23,10 @@ from dmst.errors import OptionError, choose
 from dmst.models.block import Block, LayerTrace
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.config import ModelConfig
-from dmst.models.linear import linear
 from dmst.models.positions import POSITIONS
 from dmst.models.preprocessing import patch_grid, pretrained_cfg
 from dmst.models.stems import STEMS
-from dmst.operators.base import start
+from dmst.operators.base import linear, start
 
 Grid = tuple[int, int]
 torch.fx.wrap("patch_grid")  # it asks for sizes: one node

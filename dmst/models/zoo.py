@@ -13,9 +13,11 @@ from __future__ import annotations
 import fnmatch
 from typing import Any
 
+import torch
+
 from dmst.errors import OptionError, unknown_name
 from dmst.models.config import ModelConfig
-from dmst.models.transfer import differing, take_over
+from dmst.models.positions import LearnedPosition
 from dmst.models.vision import VisionModel
 
 Row = dict[str, Any]
@@ -151,5 +153,32 @@ def create_model(
     if told := differing(config, source.config):
         raise OptionError(f"the weights of {config.name} do not fit: {told}. Leave that as it is, or use pretrained=False.")
     model = VisionModel(config, device=device, dtype=next(source.parameters()).dtype)
-    take_over(model, source, config.name)
+    take_over(model, source)
     return model.eval()
+
+
+# --- one network from the weights of another ----------------------------------------------------------------------------
+
+FREE = ("name", "num_classes", "img_size", "drop_rate", "proj_drop_rate", "drop_path_rate")  # may differ from the weights'
+
+
+def differing(wanted: ModelConfig, found: ModelConfig) -> str:
+    """What keeps weights of `found` out of a network `wanted`, in words; empty where they fit."""
+    mine, theirs = wanted.to_dict(), found.to_dict()
+    return ", ".join(
+        f"{name} {theirs[name]!r} (here {mine[name]!r})" for name in mine if name not in FREE and mine[name] != theirs[name]
+    )
+
+
+@torch.no_grad()
+def take_over(model: VisionModel, source: VisionModel) -> None:
+    """Copy the weights of `source`, which fit. Other classes keep the new classifier; another image size resizes positions."""
+    weights, position = source.state_dict(), source.position
+    if isinstance(position, LearnedPosition):
+        weights["position.table"] = position.resized(model.config.grid)
+    named = (model.class_names, source.class_names)
+    if model.num_classes == source.num_classes and (not all(named) or named[0] == named[1]):
+        model.class_names = model.class_names or source.class_names
+    else:
+        weights = {name: tensor for name, tensor in weights.items() if not name.startswith("head.")}
+    model.load_state_dict(weights, strict=False)

@@ -102,6 +102,14 @@ def start(layer: nn.Linear) -> None:
         nn.init.zeros_(layer.bias)
 
 
+def linear(inputs: int, outputs: int, *, bias: bool = True, device: Any = None, dtype: Any = None) -> nn.Linear:
+    """A linear map with that start. No other random number is drawn."""
+    place = torch.get_default_device() if device is None else device
+    made = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=place, dtype=dtype)
+    start(made)
+    return made
+
+
 def lineage_options(owner: type, bias: bool, options: dict[str, Any]) -> bool:
     """Take the words that the blocks of XCiT and ToST pass; refuse every other leftover. Returns `bias`."""
     bias = options.pop("qkv_bias", bias)

@@ -16,8 +16,9 @@ does a CUDA graph of training, which always needs it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,24 +42,19 @@ class OrthonormalLinear(nn.Linear):
 
     def basis(self) -> Tensor:
         """The orthonormal matrix that the layer uses; a quantized one as it is, since nothing can put it onto the manifold."""
-        if not tracing.is_tensor(self.weight):
-            return self.weight
-        near = tracing.recorded(self.weight.device) or (self.kept and tracing.traced())
-        if near and self.training and isinstance(self.weight, nn.Parameter):
-            with without_autocast(self.weight):
-                wide = torch.promote_types(self.weight.dtype, torch.float32)
-                return closer(self.weight.to(wide)).to(self.weight.dtype)
+        weight, learned = self.weight, self.training and isinstance(self.weight, nn.Parameter)  # not lent by `functional_call`
+        if not tracing.is_tensor(weight):
+            return weight
+        if learned and (tracing.recorded(weight.device) or (self.kept and tracing.traced())):
+            with without_autocast(weight):
+                return closer(weight.to(torch.promote_types(weight.dtype, torch.float32))).to(weight.dtype)
         if not self._readable():  # no values to judge, and Gram-Schmidt is right for every weight
-            return orthonormal_rows(self.weight)
-        if not self.training:
-            if not is_orthonormal(self.weight):
-                return orthonormal_rows(self.weight)
-            wanted = torch.is_grad_enabled() and self.weight.requires_grad
-            return _OnManifold.apply(self.weight) if wanted else self.weight
-        if not isinstance(self.weight, nn.Parameter):  # a tensor lent by `functional_call` is not ours to change
-            return orthonormal_rows(self.weight)
-        self.retract_()
-        return _OnManifold.apply(self.weight)
+            return orthonormal_rows(weight)
+        if learned:
+            self.retract_()
+        elif not is_orthonormal(weight):
+            return orthonormal_rows(weight)
+        return _OnManifold.apply(weight) if torch.is_grad_enabled() and weight.requires_grad else weight
 
     def retract_(self) -> None:
         """Put `weight` onto the manifold, in place."""
@@ -106,6 +102,27 @@ def retract(*models: nn.Module) -> None:
     else:
         for layer in layers:
             layer.retract_()
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@torch.no_grad()
+def freeze(model: Model) -> Model:
+    """A copy for inference, in which every orthonormal map is a plain `nn.Linear` with its basis as weight.
+
+    A traced graph of it is products alone, without the QR, which ONNX cannot say. The logits are the same to the bit, and
+    `save_model` writes the same file. It is in evaluation mode and wants no gradients; the model itself stays as it is.
+    """
+    frozen = copy.deepcopy(model).eval()
+    for name, module in list(frozen.named_modules()):
+        if type(module) is OrthonormalLinear:
+            plain = nn.utils.skip_init(
+                nn.Linear, *module.weight.shape, bias=module.bias is not None, device=module.weight.device
+            )
+            plain.weight, plain.bias = nn.Parameter(module.basis()), module.bias
+            frozen.set_submodule(name, plain.eval())
+    return frozen.requires_grad_(False)
 
 
 def closer(w: Tensor, damped: bool = False) -> Tensor:

@@ -49,7 +49,7 @@ def test_the_commands_of_the_tutorial_run(folder: Path) -> None:
     assert run.returncode == 0, run.stderr
     run = command(*certified[1:], "--limit", "20", folder=folder)
     assert run.returncode == 0, run.stderr
-    assert "Layer 3 lowers the rate" in run.stdout
+    assert "Heads that raise the rate" in run.stdout
     run = command("evaluate", "runs/pull", "--data", "digits", folder=folder)
     assert run.returncode == 1
     assert run.stderr.startswith("runs/pull/final/config.json: the model was saved with operator 'mean_pull'")
