@@ -1,6 +1,5 @@
 """The pictures of pages in these documents.
 
-dmst demo && python docs/pictures.py runs/demo/report.html "#maps" docs/demo.png
 dmst report && python docs/pictures.py dmst_cifar10-report.html main docs/report.png 1290
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 WIDTH, HEIGHT = 520, 300
 LEFT, RIGHT, TOP, BOTTOM = 72, 16, 14, 44  # margins
@@ -76,6 +76,13 @@ def round_ticks(low: float, high: float, count: int = 5, *, whole: bool = False)
         step = max(1.0, round(step))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(i * step, 10) for i in range(first, last + 1)]
+
+
+def evenly(rows: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of `rows`, the first and the last among them."""
+    if len(rows) <= most:
+        return list(rows)
+    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
 
 
 def _unbroken(points: Iterator[Point]) -> list[list[Point]]:

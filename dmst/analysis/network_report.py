@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dmst.analysis.membership import gate_by_class
 from dmst.analysis.pictures import class_name, maps_of, photos
 from dmst.analysis.rate_page import WHERE, rate_line
 from dmst.analysis.rates import LayerRates, rates_at
-from dmst.analysis.run_journal import WEIGHTS, Run, in_time, layer_curves, learning_curves, when
+from dmst.analysis.run_journal import WEIGHTS, Run, layer_curves, learning_curves, when
 from dmst.calibration import Measured
 from dmst.models import VisionModel
 from dmst.words import short
@@ -45,17 +46,19 @@ def write_network_report(
     measured: Measured | None = None,
     titles: Sequence[str] = (),
     run: Run | None = None,
+    compared: Mapping[str, Any] | None = None,
     in_full: bool = True,
     tick: Callable[[int], None] = lambda images: None,
 ) -> Path:
     """`name` says which images. Goes through them several times.
 
     `measured`: what is known of its accuracy, for images without labels. `titles`: what each image is called, if it has a name.
-    Without `in_full`, the images serve for pictures alone.
+    `compared`: a table and curves of several networks (demo.py). Without `in_full`, the images serve for pictures alone.
     """
     classes = model.class_names or tuple(f"class {i}" for i in range(model.num_classes))
     page: dict[str, Any] = dict.fromkeys(("rates", "gates", "pictures", "answers", "layers"))
     page |= {"title": short(title, 80), "model": model, "classes": classes, "images": name, "titles": titles, "run": run}
+    page["compared"] = compared
     found = answers(model, images, tick) if images else None
     if found:
         page |= {"answers": found, "pictures": list(_gallery(model, images, found, classes, titles))}
@@ -70,7 +73,7 @@ def write_network_report(
         page |= {"confusion": _confusion(measured, classes), "calibration": _calibration(measured)}
     page |= {"measured": measured, "by_class": _by_class(right, run.classes if run and measured is None else classes)}
     if run:
-        page |= {"weights_of": WEIGHTS, "learning": learning_curves(run), "in_time": in_time, "when": when}
+        page |= {"weights_of": WEIGHTS, "learning": learning_curves(run), "timedelta": timedelta, "when": when}
         if layers := run.layers():
             page |= {"layers": layers[-1]["layers"], "layer_lines": layer_curves(layers)}
     return report.write(path, "network.html", **page, parameters=sum(p.numel() for p in model.parameters()))
@@ -154,8 +157,10 @@ def _gallery(
     for heading, which in kinds.items():
         if chosen := which[:SHOWN]:
             some = pick(images, chosen)
-            labels = (found.labels if found.labelled else found.says)[chosen].tolist()
-            shown = photos(model, some, labels, classes, [titles[i] for i in chosen] if titles else ())
+            says = [class_name(classes, i) for i in found.says[chosen].tolist()]
+            names = [class_name(classes, i) for i in found.labels[chosen].tolist()] if found.labelled else says
+            names, kind = ([titles[i] for i in chosen], "") if titles else (names, "label")
+            shown = photos(model, some, names, says, found.sure[chosen].tolist(), kind)
             yield {"heading": heading, "photos": shown, "maps": maps_of(model, some)}
 
 

@@ -1,20 +1,21 @@
 """Images and membership maps for a page.
 
-photos(model, images, labels, classes)     each image, its label, and what the network answers
-maps_of(model, images)                     for each image its maps: heads down, layers across
+photos(model, images, ...)     each image, its label, and what the network answers
+maps_of(model, images)         for each image its maps: heads down, layers across
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dmst.analysis.charts import evenly
 from dmst.analysis.membership import Pixels, colour, fit, maps
 from dmst.analysis.running import only_looking
-from dmst.models import Trace, VisionModel
+from dmst.models import VisionModel
 from dmst.words import short
 
 LETTERS = 26  # of a name
@@ -23,92 +24,57 @@ MOST_CELLS = 400_000  # of all maps together: a cell costs up to four bytes of t
 PHOTO = 144  # pixels of an image on the page, the longer side
 
 
-class Photo(NamedTuple):
-    pixels: Pixels
-    name: str
-    kind: str  # "label", or "" for a photo with a title of its own
-    answer: str
-    sure: float
-    right: bool
-
-
-class Tile(NamedTuple):
-    """One map. Silent heads have gate 0; heads of operators without gates have None."""
-
-    pixels: Pixels
-    alt: str
-    gate: float | None = None
-
-
-class Maps(NamedTuple):
-    layers: list[int]
-    rows: list[list[tuple[str, list[Tile]]]]  # for each image: (head, a tile for each layer)
-    low: float  # the ends of the colours
-    high: float
-    gated: bool
-    depth: int
-
-
 def class_name(classes: Sequence[str], label: int) -> str:
     return short(classes[label], LETTERS) if label < len(classes) else f"class {label}"
 
 
 def photos(
-    model: VisionModel, images: Tensor, labels: Sequence[int], classes: Sequence[str], titles: Sequence[str] = ()
-) -> list[Photo]:
-    """`titles`: what photos are called that have no label."""
-    with only_looking(model):
-        sure, says = model(images).double().cpu().softmax(-1).max(-1)
+    model: VisionModel, images: Tensor, names: Sequence[str], answers: Sequence[str], sure: Sequence[float], kind: str = "label"
+) -> list[dict[str, Any]]:
+    """Each image with its name and its answer; `kind` says what its name is: "label", or "" for a title of its own."""
     found = []
-    for i, image in enumerate(images):
-        pixels, answer = pixels_of(model, image), class_name(classes, int(says[i]))
-        name = short(titles[i], LETTERS) if titles else class_name(classes, labels[i])
-        right = name == answer if titles else int(says[i]) == labels[i]
+    for image, name, answer, share in zip(images, names, answers, sure, strict=True):
+        pixels = pixels_of(model, image)
         pixels = fit(pixels, PHOTO) if max(pixels.shape) > PHOTO else pixels
-        found.append(Photo(pixels, name, "" if titles else "label", answer, sure[i].item(), right))
+        found.append(
+            {"pixels": pixels, "name": short(name, LETTERS), "kind": kind, "answer": short(answer, LETTERS), "sure": share}
+        )
     return found
 
 
-def maps_of(model: VisionModel, images: Tensor) -> Maps | None:
-    """The maps of the first images, as many as a page has room for; None where the operator computes no memberships."""
-    depth = len(model.blocks)
+def maps_of(model: VisionModel, images: Tensor) -> dict[str, Any] | None:
+    """The maps of the first images, as many as a page has room for; None where the operator computes no memberships.
+
+    rows has for each image a (head, tiles) for each head, with a tile for each layer. A silent head has gate 0; where operators
+    have no gates it is None. low and high are the ends of the colours: 0 and 1, or least and greatest where all are close.
+    """
     with only_looking(model):
-        first = model.blocks[0].trace(*model.embed(images[:1]))  # type: ignore[operator]
-        if first.parts.membership is None:
+        first = model.blocks[0].trace(*model.embed(images[:1])).parts  # type: ignore[operator]
+        if first.membership is None:
             return None
-        layers = evenly(range(depth), MOST_LAYERS)
-        room = MOST_CELLS // (len(layers) * first.parts.membership[0].numel())
+        layers = evenly(range(len(model.blocks)), MOST_LAYERS)
+        room = MOST_CELLS // (len(layers) * first.membership[0].numel())
         trace = model.trace(images[: max(1, room)])
-    low, high = colour_range(trace, layers)
-    columns = [tiles(trace, layer, low, high) for layer in layers]
-    rows = [
-        [(f"head {k}", [column[i][k] for column in columns]) for k in range(len(columns[0][i]))]
-        for i in range(len(trace.logits))
-    ]
-    return Maps(layers, rows, low, high, first.parts.gate is not None, depth)
+    drawn = torch.stack([maps(trace, layer) for layer in layers], 2)  # (b, k, layers, rows, columns)
+    low, high = drawn.min().item(), drawn.max().item()
+    if high - low > 0.5:
+        low, high = 0.0, 1.0
 
+    def tile(i: int, k: int, place: int) -> dict[str, Any]:
+        values, gate = drawn[i, k, place], trace.layers[layers[place]].parts.gate
+        alt = f"head {k} of layer {layers[place]}: {values.min():.2g} to {values.max():.2g}"
+        return {"pixels": colour(values, low, high), "alt": alt, "gate": None if gate is None else gate[i, k].item()}
 
-def tiles(trace: Trace, layer: int, low: float, high: float) -> list[list[Tile]]:
-    """The maps of one layer: for each image, a tile for each head."""
-    gate = trace.layers[layer].parts.gate
-    return [
-        [
-            Tile(
-                colour(values, low, high),
-                f"head {k} of layer {layer}: {values.min():.2g} to {values.max():.2g}",
-                None if gate is None else gate[i, k].item(),
-            )
-            for k, values in enumerate(image)
-        ]
-        for i, image in enumerate(maps(trace, layer))
-    ]
-
-
-def colour_range(trace: Trace, layers: Sequence[int]) -> tuple[float, float]:
-    """0 and 1, or the least and the greatest membership where all lie close together."""
-    seen = torch.stack([torch.stack(maps(trace, layer).aminmax()) for layer in layers])
-    low, high = seen.min().item(), seen.max().item()
-    return (0.0, 1.0) if high - low > 0.5 else (low, high)
+    images_count, heads, columns = drawn.shape[:3]
+    rows = [[(f"head {k}", [tile(i, k, place) for place in range(columns)]) for k in range(heads)] for i in range(images_count)]
+    return {
+        "layers": layers,
+        "rows": rows,
+        "low": low,
+        "high": high,
+        "gated": first.gate is not None,
+        "depth": len(model.blocks),
+    }
 
 
 def pixels_of(model: VisionModel, normalised: Tensor) -> Pixels:
@@ -117,10 +83,3 @@ def pixels_of(model: VisionModel, normalised: Tensor) -> Pixels:
     values = (normalised.detach().double().cpu() * std + mean).nan_to_num().clamp(0, 1)
     values = values[:3] if len(values) >= 3 else values[:1].expand(3, -1, -1)
     return (values * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
-
-
-def evenly(rows: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of `rows`, the first and the last among them."""
-    if len(rows) <= most:
-        return list(rows)
-    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]

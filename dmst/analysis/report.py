@@ -2,8 +2,8 @@
 
     write(path, "network.html", title="...", ...)
 
-templates/report.html is the layout of every page and parts.html its tables, charts and pictures; network.html, demo.html and
-rates.html are the words of a page. Names of classes and files come from outside: templates escape every value, and what is not
+templates/report.html is the layout of every page and parts.html its tables, charts and pictures; network.html and rates.html
+are the words of a page. Names of classes and files come from outside: templates escape every value, and what is not
 printable is shown as it is in a terminal (words.visible).
 """
 

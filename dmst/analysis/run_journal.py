@@ -1,27 +1,24 @@
 """A training run as its journal tells it (the events of dmst/engine/journal.py).
 
-Run(events, recipe, model)         what was trained on what, the scores, the pace
+Run(events, recipe)                what was trained on what, the scores, the pace
 numbers(events, "ema", "top1")     one number per event        binned(steps, "loss", ...)    a line with few enough points
 """
 
 from __future__ import annotations
 
 import math
-import signal
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-from dmst.analysis.charts import Line
-from dmst.analysis.pictures import evenly
+from dmst.analysis.charts import Line, evenly
 
 Event = dict[str, Any]
 MOST_POINTS = 40  # of a line, whose dots then stand apart
 WEIGHTS = {"model": "the last weights", "ema": "the averaged weights"}
-SIGNALS = {each.value: each.name for each in signal.Signals}
 COLOURS = {"model": "c2", "ema": "c3"}
 
 
@@ -46,10 +43,7 @@ class Run:
         self.name = str(self.facts.get("data", "unnamed images"))
         variant = self.facts.get("variant")
         self.data = self.name + (f" ({variant})" if variant else "")  # what was learnt from
-        try:
-            self.settings: Event = tomllib.loads(recipe)
-        except tomllib.TOMLDecodeError:
-            self.settings = {}
+        self.settings: Event = tomllib.loads(recipe)
 
     @property
     def seen(self) -> str:
@@ -71,18 +65,6 @@ class Run:
         """Evaluations that tell about the layers (probes.py), all in the way of the last one."""
         found = [event for event in self.evaluations if (event.get("layers") or {}).get("coding")]
         return [event for event in found if event["layers"].keys() == found[-1]["layers"].keys()]
-
-    def interruptions(self) -> Iterator[tuple[str, list[str]]]:
-        """Stops, and changes of the recipe. A kill leaves no line: the journal takes back what came after a checkpoint."""
-        for event, after in pairwise([*self.events, {}]):
-            at = f"{when(event.get('time'))}, step {event.get('step', 0):,}"
-            if event.get("event") == "stopped":
-                reason = str(event.get("reason") or "").rstrip(".")  # of a run that was ended by what its layers did
-                by = f"ended: {reason}" if reason else f"stopped by {SIGNALS.get(event.get('signal', 0), 'a signal')}"
-                went_on = f"; continued, next entry at {when(after.get('time'))}" if after else ""
-                yield f"{at}: {by}{went_on}.", []
-            if event.get("event") == "start" and event is not self.starts[0]:
-                yield f"{at}: continued with a changed recipe.", event.get("changed") or []
 
 
 def learning_curves(run: Run) -> dict[str, list[Line]]:
@@ -134,15 +116,6 @@ def binned(steps: Sequence[Event], name: str, word: str) -> Line:
     bins = [list(zip(*found[i : i + size], strict=True)) for i in range(0, len(found), size)]
     line = Line(word, [mean(x) for x, _ in bins], [mean(y) for _, y in bins])
     return line if size == 1 else line._replace(low=[min(y) for _, y in bins], high=[max(y) for _, y in bins])
-
-
-def in_time(seconds: float) -> str:
-    """4.2 s, 42 s, 3 min 5 s, 7 h 12 min, 2 d 4 h."""
-    whole = round(seconds)
-    for size, name, smaller, its in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            return f"{whole // size} {name} {whole % size // smaller} {its}"
-    return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
 
 
 def when(seconds: Any) -> str:

@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 from dmst import cli, create_model
 from dmst.analysis import pictures
 from dmst.analysis.answers import answers, counted
+from dmst.analysis.charts import evenly
 from dmst.analysis.network_report import pick, write_network_report, write_run_report
-from dmst.analysis.pictures import evenly, maps_of, photos, pixels_of
+from dmst.analysis.pictures import maps_of, pixels_of
 from dmst.analysis.probes import layers
-from dmst.analysis.run_journal import Run, binned, in_time
+from dmst.analysis.run_journal import Run, binned
 from dmst.engine.prepare import read_weights
 from dmst.engine.recipe import read_recipe
 from dmst.engine.samples import sample as images_of
@@ -85,11 +86,11 @@ def test_what_came_of_it(tmp_path: Path) -> None:
     assert "<td>80.00%</td><td>the last weights</td><td>40 of 50</td><td>96.00%</td><td>1.2500</td>" in cells
     assert "the averaged weights, saved in final/" in text and "the averaged weights, best epoch 2: not a result" in text
     assert "<b>12</b><span>training images" in text  # six images in half a second
-    assert "<b>4.0 s</b><span>training time for 8 steps" in text and "1 min 15 s" in text
+    assert "<b>0:00:04</b><span>training time for 8 steps" in text and "0:01:15" in text
     assert "Mean over the classes: 70.00%." in text
     assert cells.index("name 0</td><td>0.0%") < cells.index("name 4</td><td>80.0%") < cells.index("name 5</td><td>100.0%")
     assert text.count("evaluation, the averaged weights, epoch") == 4  # two points in two charts
-    assert "Layers during training" not in text and "Interruptions" not in text
+    assert "Layers during training" not in text and "Notes" not in text
     events = told()
     events[-1]["final"] = "model"
     assert "<b>80.00%</b><span>accuracy (top-1) of the last weights on digits test<" in page(tmp_path, events)
@@ -115,16 +116,12 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     facts = {"model": f"m{evil}", "data": f"d{evil}", "variant": f"v{evil}", "device": f"g{evil}", "notes": [f"n{evil}"]}
     facts |= {"bad_images": [f"/x/{evil}{i}.jpg" for i in range(30)], "versions": {evil: evil}, "path": evil, "recipe": evil}
     events = told(classes=list(names), **facts)
-    events.insert(5, {"event": "stopped", "step": 4, "time": 1008.0, "signal": 15})
-    events.insert(6, {**events[0], "step": 4, "time": 1060.0, "changed": [f"optim.lr: 1 -> {evil}"]})
-    path = write_run_report(tmp_path / "r.html", events, RECIPE + f'# {evil}\nbroken = "', network, sample())
+    path = write_run_report(tmp_path / "r.html", events, RECIPE + f"# {evil}\n", network, sample())
     check_page(path)
     text = path.read_text(encoding="utf-8")
     assert "<script" not in text and "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert "\u202e" not in text and r"turn\u202eed\nround\xe9" in text and "a" * 30 not in text
     assert "30 training images could not be read" in text and "and 20 more" in text
-    assert "step 4: stopped by SIGTERM; continued, next entry at 1970-01-01 00:17 UTC" in text
-    assert "continued with a changed recipe" in text
 
 
 def test_a_thousand_classes(tmp_path: Path) -> None:
@@ -192,7 +189,6 @@ def test_pieces_of_the_journal() -> None:
     line = binned(steps, "loss", "l")
     assert len(line.ys) == 34 and line.ys[:2] == [2.0, 5.0] and (line.low[1], line.high[1]) == (4.0, 6.0)
     assert binned(steps[:5], "loss", "l").low is None and binned(steps, "lr", "l").ys == []
-    assert [in_time(x) for x in (4.25, 59.7, 187_300)] == ["4.2 s", "1 min 0 s", "2 d 4 h"]
     assert Run(told(), RECIPE).pace == pytest.approx(0.5)  # pauses and evaluations do not count
     assert math.isnan(Run([], "").pace)
 
@@ -210,24 +206,23 @@ def test_images_are_drawn_as_they_were() -> None:
     assert grey.shape == (1, 4, 3) and grey[0, :3, 1].tolist() == [0, 255, 255]
 
 
-def test_maps_and_answers_are_those_of_their_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, (images, labels) = small(num_heads=4), sample(5)
+def test_maps_are_those_of_their_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, (images, _) = small(num_heads=4), sample(5)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.5 * torch.randn_like(parameter))
         trace = network.trace(images)
     monkeypatch.setattr(pictures, "colour", lambda values, low, high: values)
     found = maps_of(network, images)
-    assert found is not None and found.layers == [0, 1] and found.gated and len(found.rows) == 5
-    for i, heads in enumerate(found.rows):
+    assert found is not None and found["layers"] == [0, 1] and found["gated"] and len(found["rows"]) == 5
+    for i, heads in enumerate(found["rows"]):
         for k, (heading, tiles) in enumerate(heads):
             assert heading == f"head {k}"
             for layer, tile in enumerate(tiles):
                 part = trace.layers[layer].parts
-                assert torch.allclose(tile.pixels, part.membership[i, k].view(8, 8)) and tile.gate == part.gate[i, k].item()
-    says = trace.logits.argmax(-1)
-    for i, photo in enumerate(photos(network, images, labels.tolist(), [f"n{i}" for i in range(10)])):
-        assert (photo.answer, photo.name, photo.right) == (f"n{says[i]}", f"n{labels[i]}", bool(says[i] == labels[i]))
+                assert (
+                    torch.allclose(tile["pixels"], part.membership[i, k].view(8, 8)) and tile["gate"] == part.gate[i, k].item()
+                )
     assert maps_of(small("vit_digits"), images) is None
 
 
