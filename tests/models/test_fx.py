@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
-from dmst.errors import OptionError, ShapeError
+from dmst.errors import OptionError
 from dmst.models import create_model
 from dmst.operators import DMSA, create
 from tests.cases import VARIANTS, label, tokens
 from tests.cases import build as build_operator
-from tests.networks import DROPS, SMALL, build, every, images, some
+from tests.networks import SMALL, build, every, images
 
 
 @every
@@ -28,25 +28,6 @@ def test_a_symbolic_graph_is_the_network(case: Any) -> None:
     for x in (images(), images((48, 16), batch=1)):
         assert torch.equal(graph(x), model(x))
     assert {f"blocks.{i}.operator" for i in range(2)} <= {node.target for node in graph.graph.nodes if node.op == "call_module"}
-
-
-@some
-def test_a_symbolic_graph_trains(case: Any) -> None:
-    """With the same draws, the same gradients."""
-    model = build(case, **DROPS).train()
-    graph, found = symbolic_trace(model), []
-    for side in (model, graph):
-        torch.manual_seed(0)
-        found.append(torch.autograd.grad(side(images()).square().sum(), [*model.parameters()]))
-    assert all(map(torch.equal, *found))
-
-
-def test_a_symbolic_graph_refuses_what_the_network_refuses() -> None:
-    graph = symbolic_trace(create_model("dmst_tiny", **SMALL))
-    with pytest.raises(ShapeError, match="cuts patches of 16 pixels, and the height is 40"):
-        graph(torch.randn(2, 3, 40, 48))
-    with pytest.raises(ShapeError, match=r"scale and normalise them"):
-        graph(torch.zeros(2, 3, 32, 48, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("case", VARIANTS, ids=label)

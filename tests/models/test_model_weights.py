@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from typing import Any
@@ -69,25 +68,6 @@ def test_the_names_in_a_saved_file() -> None:
 def test_the_names_of_other_families(name: str) -> None:
     keys = {f"blocks.{i}.{key}" for i in range(2) for key in BLOCK_KEYS[name].split()}
     assert set(build((name, {})).state_dict()) == keys | set(AROUND_KEYS[name].split())
-
-
-@some
-def test_the_names_do_not_depend_on_how_it_is_run(case: Case) -> None:
-    model = build(case, torch.float32)
-    keys, x = list(model.state_dict()), images(batch=2, dtype=torch.float32)
-    with torch.no_grad():
-        model.eval()(x)
-    assert list(model.state_dict()) == keys
-    model.train()
-    model.set_grad_checkpointing()
-    model(x).sum().backward()
-    assert list(model.state_dict()) == keys
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model.trace(x)
-    model.compile(backend="eager")
-    for other in (model, copy.deepcopy(model), model.bfloat16(), build(case, device="meta")):
-        assert list(other.state_dict()) == keys
-    assert [key.removeprefix("_orig_mod.") for key in torch.compile(model, backend="eager").state_dict()] == keys
 
 
 # --- where the weights start -----------------------------------------------------------------------------------------

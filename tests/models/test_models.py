@@ -140,29 +140,6 @@ def test_the_trace_in_any_context(case: Case, context: str, dtype: torch.dtype) 
         check_trace(model, x, found)
 
 
-@pytest.mark.compile
-def test_the_trace_of_a_compiled_model() -> None:
-    torch._dynamo.reset()
-    model, x = build(("vit_tiny", {"operator": "dmsa"}), depth=1).eval(), images()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    found = compiled.trace(x)
-    assert torch.equal(found.logits, model(x)) and relative(found.logits, compiled(x)) < 1e-12
-    check_trace(model, x, found)
-
-
-def test_the_trace_of_a_checkpointed_model_keeps_everything() -> None:
-    """It runs every block once, and gradients flow through what it shows."""
-    model, x, calls = build(("tost_tiny", {})).train(), images(), []
-    logits = model(x)
-    model.set_grad_checkpointing()
-    for block in model.blocks:
-        block.operator.register_forward_pre_hook(lambda *_: calls.append(1))
-    found = model.trace(x)
-    found.logits.sum().backward()
-    assert torch.equal(found.logits, logits) and len(calls) == 2
-    assert all(layer.parts.membership.requires_grad and layer.z.requires_grad for layer in found.layers)
-
-
 def test_indices_that_are_none() -> None:
     model = build(("dmst_tiny", {}))
     for indices in (0, 3, [2], [-3], [], [0, 5]):

@@ -102,18 +102,6 @@ def test_padded_channels_are_the_convolution(there: list[type], monkeypatch: pyt
 
 
 @families
-def test_a_network_there(there: list[type], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole networks, of two sizes: the logits of the convolutions."""
-    model, given = build((name, {})).eval(), (images_of(32, 48), images_of(32, 16))
-    found = [model(x) for x in given]
-    assert set(there) <= {nn.Conv2d}  # the first one is not left to PyTorch
-    monkeypatch.setattr(stems, "_by_product", lambda x: False)
-    monkeypatch.setattr(stems, "_in_eights", lambda x: False)
-    assert all(relative(a, model(x)) < 1e-12 for a, x in zip(found, given, strict=True))
-    assert not set(there) <= {nn.Conv2d}
-
-
-@families
 def test_transforms_there(there: list[type], name: str) -> None:
     """Stacked weights, one image at a time, gradients of each image; and the replicas of DataParallel."""
     stem, x = build((name, {})).stem.eval(), images()
@@ -126,25 +114,6 @@ def test_transforms_there(there: list[type], name: str) -> None:
     wanted.tanh().sum().backward()
     assert all(relative(each[key].sum(0), p.grad) < 1e-12 for key, p in stem.named_parameters())
     assert torch.equal(stem._replicate_for_data_parallel()(x), wanted)
-
-
-@pytest.mark.compile
-@families
-def test_compiled_there(there: list[type], name: str) -> None:
-    """One graph for three sizes, and an exported one for every batch."""
-    torch._dynamo.reset()
-    stem = build((name, {})).stem.eval()
-    compiled = torch.compile(stem, backend="aot_eager", fullgraph=True, dynamic=True)
-    for size in ((32, 48), (64, 16), (16, 16)):
-        x, results = images_of(*size).requires_grad_(), []
-        for call in (stem, compiled):
-            out = call(x)
-            results.append([out, *torch.autograd.grad(out.square().sum(), [x, *stem.parameters()])])
-        assert all(relative(a, b) < 1e-12 for a, b in zip(*results, strict=True))
-    with torch.no_grad():
-        program = torch.export.export(stem, (images(),), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=512)},))
-        for given in (images(), images(batch=7)):
-            assert relative(program.module()(given), stem(given)) < 1e-12
 
 
 @both

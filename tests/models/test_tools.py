@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize, prune
-from torch.utils.flop_counter import FlopCounterMode
+from torch.nn.utils import prune
 
 import dmst
 from dmst.models import create_model, save_model
@@ -145,17 +144,6 @@ def test_a_pruned_map_learns(name: str) -> None:
     assert (layer.weight == 0).double().mean() >= 0.5
 
 
-@pytest.mark.parametrize("name", MAPS)
-def test_a_parametrized_map(name: str) -> None:
-    operator, z = create("dmsa", 24, 3, dtype=torch.float64), tokens()
-    away = torch.randn_like(getattr(operator, name).weight)
-    merged = copy.deepcopy(operator)
-    with torch.no_grad():
-        getattr(merged, name).weight.add_(away)
-    parametrize.register_parametrization(getattr(operator, name), "weight", Merged(away))
-    torch.testing.assert_close(operator(z), merged(z))
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("options", [{"mode": "listing"}, {"mode": "equation"}, {"mode": "proximal"}], ids=str)
 def test_quantized_maps(options: dict[str, Any]) -> None:
@@ -168,25 +156,6 @@ def test_quantized_maps(options: dict[str, Any]) -> None:
     images = torch.randn(2, 3, 32, 32)
     exact, rough = model(images), small(images)
     assert rough.isfinite().all() and (rough - exact).norm() < 0.2 * exact.norm()
-
-
-def test_int8_by_torchao() -> None:
-    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed: pip install torchao")
-    model = create_model("dmst_cifar", dim=48, depth=2, num_heads=3, img_size=32).eval()
-    images = torch.randn(2, 3, 32, 32)
-    exact = model(images)
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
-    rough = model(images)
-    assert rough.isfinite().all() and 0 < (rough - exact).norm() < 0.2 * exact.norm()
-
-
-def test_operations_are_counted_alike_with_and_without_gradients() -> None:
-    model, counts, images = create_model("dmst_cifar10", pretrained=True).eval(), [], torch.randn(2, 3, 32, 32)
-    for wanted in (True, False):
-        with torch.set_grad_enabled(wanted), FlopCounterMode(display=False) as counter:
-            model(images)
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 1e6
 
 
 # --- frozen ------------------------------------------------------------------------------------------------------------

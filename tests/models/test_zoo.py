@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import dmst
-from dmst.errors import DmstError, OptionError, ShapeError, UnknownNameError
+from dmst.errors import OptionError, ShapeError, UnknownNameError
 from dmst.models import ModelConfig, VisionModel, create_model, list_models, model_config
 from dmst.models.zoo import ALIASES, MODELS
 
@@ -108,30 +106,16 @@ def test_options_of_the_operator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "near"),
+    ("name", "options", "message"),
     [
-        ("dmst_tiny", {"rotari": "2d"}, "rotary"),
-        ("dmst_tiny", {"drop_path": 0.1}, "drop_path_rate"),
+        ("dmst_tiny", {"rotari": "2d"}, "'rotari'. Did you mean 'rotary'?"),
+        ("dmst_tiny", {"drop_path": 0.1}, "'drop_path'. Did you mean 'drop_path_rate'?"),
+        ("dmst_tiny", {"operator": "tssa", "gate_scale": 2.0}, "with operator 'tssa' 'gate_scale'."),
+        ("dmst_tiny", {"bias": False}, "with operator 'dmsa' 'bias'. Did you mean 'qkv_bias'?"),
     ],
 )
-def test_an_unknown_option_names_the_nearest(name: str, options: dict[str, Any], near: str) -> None:
-    wrong = next(iter(options))
-    with pytest.raises(UnknownNameError, match=rf"unknown option of a model .*'{wrong}'\. Did you mean '{near}'\?"):
-        create_model(name, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("tost_tiny", {"mode": "equation"}),
-        ("dmst_tiny", {"operator": "tssa", "gate_scale": 2.0}),
-        ("dmst_tiny", {"bias": False}),  # qkv_bias is the word
-    ],
-)
-def test_options_of_another_operator_are_refused(name: str, options: dict[str, Any]) -> None:
-    operator = options.get("operator", model_config(name).operator)
-    wrong = next(key for key in options if key != "operator")
-    with pytest.raises(UnknownNameError, match=rf"with operator '{operator}' '{wrong}'\. (Did you mean|The nearest is)"):
+def test_an_unknown_option_names_the_nearest(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnknownNameError, match=re.escape(message)):
         create_model(name, **options)
 
 
@@ -151,7 +135,10 @@ def test_options_of_another_operator_are_refused(name: str, options: dict[str, A
         ({"img_size": 100}, "100 is not a multiple of the patch size 16; 96 is"),
         ({"patch_size": 12, "img_size": 24}, "power of two"),
         ({"dim": 30}, "needs a multiple of 8"),
-        ({"patch_size": 8, "dim": 30}, "needs a multiple of 4"),
+        ({"img_size": 40000}, "img_size is 40000: it must be a whole number from 1 to 4,096"),
+        ({"img_size": 512, "patch_size": 1}, "img_size is (512, 512): that is 262,144 patches, and at most 65,536"),
+        ({"dim": 10**6}, "dim is 1000000: it must be a whole number from 1 to 65,536"),
+        ({"readout_depth": 0}, "never looks at the patches"),
     ],
     ids=str,
 )
@@ -274,46 +261,6 @@ def test_a_config_stays_as_it_was_made() -> None:
     with pytest.raises(TypeError):
         ModelConfig(192)  # type: ignore[misc]  # by keyword only
     assert ModelConfig(img_size=[32, 48]).img_size == (32, 48)  # type: ignore[arg-type]  # as JSON gives it
-
-
-anything = st.recursive(
-    st.none() | st.booleans() | st.text(max_size=3) | st.floats() | st.integers(),
-    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=3),
-    max_leaves=5,
-)
-
-
-@pytest.mark.parametrize("field", [f.name for f in fields(ModelConfig)])
-@settings(max_examples=10)
-@given(value=anything)
-def test_any_value_makes_a_config_or_a_typed_error(field: str, value: Any) -> None:
-    try:
-        config = ModelConfig(**{field: value})
-    except DmstError:
-        return
-    if field == "operator_options":  # its values are the operator's own to judge
-        return
-    assert ModelConfig(**json.loads(json.dumps(config.to_dict(), allow_nan=False))) == config
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"img_size": 40000}, "img_size is 40000: it must be a whole number from 1 to 4,096"),
-        ({"img_size": (4096, 16), "patch_size": 8192}, "patch_size is 8192"),
-        (
-            {"img_size": 512, "patch_size": 1},
-            r"img_size is \(512, 512\): that is 262,144 patches, and at most 65,536",
-        ),
-        ({"dim": 10**6}, "dim is 1000000: it must be a whole number from 1 to 65,536"),
-        ({"gate_scale": 1e308}, "gate_scale is 1e.308: it must be a finite number from -1e.06 to 1e.06"),
-        ({"readout_depth": 0}, "never looks at the patches"),
-    ],
-    ids=str,
-)
-def test_a_config_has_limits(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        model_config("dmst_tiny", **options)
 
 
 def test_every_model_says_how_to_prepare_its_images() -> None:

@@ -10,7 +10,7 @@ import torch
 from dmst import kernels
 from dmst.errors import OptionError
 from dmst.operators import DMSA
-from tests.cases import build, gradients, relative, tokens
+from tests.cases import build, relative, tokens
 
 PAIRS = [("1d", "none"), ("none", "1d"), ("2d", "1d")]
 GRID = (3, 4)
@@ -59,21 +59,7 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(call, (z.requires_grad_(), *operator.parameters()), fast_mode=True)
 
 
-@pytest.mark.compile
-def test_the_compiler() -> None:
-    operator, z = build("dmsa", {"rotary": "none", "gate_rotary": "1d"}, dim=12), tokens(b=2, n=7, d=12)
-    compiled = torch.compile(operator, backend="aot_eager", fullgraph=True, dynamic=True)
-    plain, traced = (gradients(net, z, torch.ones_like(z)) for net in (operator, compiled))
-    for (name, value), other in zip(plain.items(), traced.values(), strict=True):
-        assert relative(other, value) < 1e-12, name
-
-
 def test_fused_kernels_say_why_not() -> None:
     operator = DMSA(24, 3, gate_rotary="none")
     with kernels.use_kernels("fused"), pytest.raises(OptionError, match="same scores for membership and gate"):
         operator(torch.randn(2, 6, 24))
-
-
-def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(OptionError, match="gate_rotary"):
-        DMSA(24, 3, gate_rotary="1D")

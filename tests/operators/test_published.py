@@ -174,16 +174,6 @@ def test_every_option_is_the_listing_with_that_option(options: dict[str, Any], b
         torch.testing.assert_close(ours(z, grid=grid), theirs["out"], rtol=1e-12, atol=1e-12)
 
 
-def test_every_option_at_5000_tokens() -> None:
-    for options in OPTIONS:
-        ours = excite(DMSA(24, 3, dtype=F64, **options))
-        z = tokens(b=1, n=5000)
-        with torch.no_grad():
-            torch.testing.assert_close(
-                ours(z, grid=(50, 100)), Listing(ours, options)(z, (50, 100)), rtol=1e-12, atol=1e-12, msg=str(options)
-            )
-
-
 @pytest.mark.parametrize("n", [7, 197])
 def test_tssa_is_the_published_code(n: int) -> None:
     assert_same(excite(TSSA(24, 3, dtype=F64)), AttentionTSSA(24, 3, qkv_bias=True), tokens(n=n))

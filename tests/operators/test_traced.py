@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -42,18 +42,6 @@ def test_compiles_to_one_graph_for_every_length(case: tuple) -> None:
         z = tokens(n=n)
         torch.testing.assert_close(compiled(z, grid=grid), operator(z, grid=grid), rtol=1e-11, atol=1e-11)
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("case", PAIRS, ids=label)
-def test_compiled_training_agrees(case: tuple) -> None:
-    torch._dynamo.reset()
-    operator = build(*case)
-    compiled = torch.compile(operator, fullgraph=True, backend="aot_eager")
-    z, grad = tokens(n=12), torch.randn(2, 12, 24, dtype=F64)
-    eager, traced = gradients(operator, z, grad, grid=(3, 4)), gradients(compiled, z, grad, grid=(3, 4))
-    for name, value in eager.items():
-        found = traced.get(name, traced.get(f"_orig_mod.{name}"))
-        assert relative(found, value) < 1e-10 or (found - value).norm() < 1e-12, name
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inside inductor's own import
@@ -163,16 +151,3 @@ def test_positions_of_a_fixed_size_are_added_as_they_are() -> None:
     for size, resized in (((32, 48), False), ((48, 48), True)):
         program = torch.export.export(model, (networks.images(size),), dynamic_shapes=shapes)
         assert ("upsample" in str(program.graph)) == resized
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_forward_mode_derivatives_are_the_same_when_compiled() -> None:
-    """The compiler follows the transform, so the question who is looking must be answered for it too."""
-    torch._dynamo.reset()
-    operator, z = build("dmsa", {}), tokens()
-    direction = torch.randn_like(z)
-
-    def tangent(x: Tensor) -> Tensor:
-        return torch.func.jvp(operator, (x,), (direction,))[1]
-
-    assert relative(torch.compile(tangent, backend="aot_eager")(z), tangent(z)) < 1e-12
