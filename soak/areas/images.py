@@ -509,7 +509,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], tuple[int, ...] | str]] = {  # what 
     "PNG with 1 GiB of text": (lambda: png_with(text(inflates(2**30))), "too large"),
     "PNG with 1,000 x 1 MiB of text": (lambda: png_with(text(zlib.compress(bytes(2**20 - 1))) * 1000), "Too much memory"),
     "PNG with a colour profile of 1 GiB": (lambda: png_with(chunk(b"iCCP", b"a\0\0" + inflates(2**30))), "too large"),
-    "PNG with 60 MiB of EXIF": (lambda: png_with(chunk(b"eXIf", tiff(b"", (274, 3, [6] * 30_000_000)))), "EXIF"),
+    "PNG with 60 MiB of EXIF": (lambda: png_with(chunk(b"eXIf", tiff(b"", (274, 3, [6] * 30_000_000)))), BUSY),
     "TIFF whose strip is 16 GiB": (lambda: grey_tiff(64, 64, inflates(2**34), packed=8), (64, 64, 3)),
     # countless pieces
     "PNG of five million chunks": (lambda: png_with(chunk(b"aaAa") * 5_000_000), BUSY),
@@ -530,7 +530,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], tuple[int, ...] | str]] = {  # what 
     "TIFF of 100,000 strips in one place of a large file": (lambda: strips(500, 100_000, bytes(2**20), 500), BUSY),
     "TIFF of 100,000 deflated strips": (
         lambda: strips(500, 100_000, zlib.compress(bytes(500)), len(zlib.compress(bytes(500))), packed=8),
-        (100_000, 500, 3),
+        BUSY,
     ),
     "TIFF of four million tiles": (lambda: tiles(4_000_000, 1), BUSY),
     "TIFF of 60 million tiles, in bytes": (lambda: tiles(60_000_000, 1, kind=1), BUSY),
