@@ -73,25 +73,14 @@ def factors(
     return _cached(_factors, dim, *_grid(grid, n), True, device, dtype)
 
 
-def _grid(grid: tuple[int, int] | None, n: int) -> tuple[int, int]:
+def _grid(grid: Any, n: int) -> tuple[int, int]:
     if grid is None:
         raise ShapeError(
             "mode '2d' of rotary needs grid=(rows, columns) of the tokens: pass grid to the operator, or use '1d'."
         )
-    rows, columns = _sides(grid)
-    if rows * columns != n:
-        raise ShapeError(f"grid is {rows} x {columns} = {rows * columns} tokens, but z has {n}: they must be equal.")
-    return rows, columns
-
-
-def _sides(grid: Any) -> tuple[int, int]:
-    if (
-        isinstance(grid, tuple | list)
-        and len(grid) == 2
-        and not any(isinstance(side, bool | float | str) or side < 0 for side in grid)
-    ):
-        return grid[0], grid[1]
-    raise ShapeError(f"grid is {grid!r}: it must be (rows, columns), two whole numbers of at least 0.")
+    if not (isinstance(grid, tuple | list) and len(grid) == 2 and min(grid) >= 0 and grid[0] * grid[1] == n):
+        raise ShapeError(f"grid is {grid!r}: it must be (rows, columns) of the {n} tokens in z.")
+    return grid[0], grid[1]
 
 
 def turn(w: Tensor) -> Tensor:

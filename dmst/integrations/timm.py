@@ -12,22 +12,32 @@ operator.
 
 from __future__ import annotations
 
+import importlib
 import math
+import runpy
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from dmst.errors import OptionError, need
-from dmst.integrations import script
+from dmst.errors import DmstError, OptionError, need
 from dmst.models import VisionModel, shipped, zoo
 from dmst.models.files import WEIGHTS
 from dmst.models.preprocessing import pretrained_cfg
 
 if __name__ == "__main__":  # the models are registered by the module of that name, which the script may import too
-    script.main("dmst.integrations.timm", sys.argv[1:])
+    del sys.argv[0]
+    if not sys.argv or not Path(sys.argv[0]).is_file():
+        raise SystemExit("Name a script of timm, such as its validate.py: python -m dmst.integrations.timm SCRIPT [ARGUMENTS]")
+    try:
+        importlib.import_module("dmst.integrations.timm")
+    except DmstError as error:
+        raise SystemExit(str(error)) from None
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
     raise SystemExit
 
 need("torchvision", "timm")  # timm needs it, and a torchvision built for another torch fails: first, so that the error names it

@@ -115,13 +115,3 @@ def test_intermediates_stop_early_and_pruned(name: str) -> None:
     assert len(model.blocks) == 2 and type(model.norm) is type(model.get_classifier()) is nn.Identity
     assert len(model.class_blocks) == 0
     assert all(map(torch.equal, wanted, model.forward_intermediates(x, [0, 1], intermediates_only=True)))
-
-
-@one_of_each
-def test_channels_device_and_dtype(name: str) -> None:
-    model = create(name, in_chans=5, dtype=torch.bfloat16).eval()
-    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
-    logits = model(torch.randn(1, 5, *model.config.img_size, dtype=torch.bfloat16))
-    assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
-    model = create(name, device="meta")
-    assert {x.device.type for x in model.state_dict().values()} == {"meta"}

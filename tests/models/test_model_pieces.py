@@ -233,13 +233,6 @@ def test_the_linear_stems(kind: str) -> None:
             torch.testing.assert_close(found[:, 3 * row + column], wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_hidden_width() -> None:
-    for ratio, hidden in ((4.0, 96), (2, 48), (0.5, 12), (1.3, 31), (1 / 24, 1)):
-        model = build(("dmst_tiny", {}), mlp_ratio=ratio)
-        assert {block.feedforward.mlp.fc1.out_features for block in model.blocks} == {hidden}
-        assert {block.mlp.fc1.out_features for block in model.class_blocks} == {hidden}
-
-
 # --- drop-path -------------------------------------------------------------------------------------------------------
 
 

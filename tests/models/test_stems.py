@@ -114,18 +114,3 @@ def test_transforms_there(there: list[type], name: str) -> None:
     wanted.tanh().sum().backward()
     assert all(relative(each[key].sum(0), p.grad) < 1e-12 for key, p in stem.named_parameters())
     assert torch.equal(stem._replicate_for_data_parallel()(x), wanted)
-
-
-@both
-def test_nothing_changes_elsewhere(kind: type[nn.Conv2d]) -> None:
-    """On the CPU: the bits of nn.Conv2d, in every dtype and under autocast, and its names; on meta, its shapes."""
-    for dtype in (F64, torch.float32, BF16):
-        conv, x = convolution(kind, dtype=dtype), torch.randn(5, 3, 8, 12, dtype=dtype)
-        plain = nn.Conv2d(3, 11, conv.kernel_size, conv.stride, conv.padding, bias=conv.bias is not None, dtype=dtype)
-        plain.load_state_dict(conv.state_dict())
-        assert list(plain.state_dict()) == list(conv.state_dict()) and plain.extra_repr() == conv.extra_repr()
-        assert torch.equal(conv(x), plain(x)) and conv(x).stride() == plain(x).stride()
-        if dtype == torch.float32:
-            with torch.autocast("cpu", BF16):
-                assert torch.equal(conv(x), plain(x))
-        assert conv.to("meta")(x.to("meta")).shape == plain(x).shape

@@ -70,15 +70,6 @@ class LoRA(nn.Module):
         return self.base_layer(x) + self.up(self.down(x))
 
 
-class Merged(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.away = nn.Buffer(weight)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.away
-
-
 def maps_of(operator: nn.Module) -> list[str]:
     return [name for name in MAPS if getattr(operator, name, None) is not None]
 

@@ -117,18 +117,6 @@ def test_torch_jit_traces_networks_for_every_size(case: Any) -> None:
         assert relative(program(x), model(x)) < 1e-7  # a size is a tensor there: sums with it are in float32
 
 
-@networks.families
-def test_one_image_is_an_example_of_every_batch(case: Any) -> None:
-    """As ONNX's exporter asks torch.export: by itself that takes an example of 1 for the only size there is."""
-    model = networks.build(case, depth=1, readout_depth=1).eval()
-    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
-        shapes = {"images": {0: torch.export.Dim.DYNAMIC}}
-        program = torch.export.export(model, (networks.images(batch=1),), dynamic_shapes=shapes).module()
-    for batch in (1, 2, 5):
-        x = networks.images(batch=batch)
-        assert relative(program(x), model(x)) < 1e-11
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @networks.families
 def test_onnx_from_one_image_serves_every_batch(case: Any, tmp_path: Any) -> None:
