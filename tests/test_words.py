@@ -23,11 +23,11 @@ import pytest
 from PIL import Image
 from rich.table import Table
 from rich.text import Text
+from starlette.responses import JSONResponse
 from typer.main import get_command
 
 import dmst
 from dmst import cli, create_model
-from dmst.explorer.server import Site
 from dmst.explorer.session import Session
 from dmst.models import load_model, save_model
 from dmst.terminal import Terminal
@@ -262,16 +262,13 @@ def test_explorer(tmp_path: Path) -> None:
     model.class_names = tuple(names)
     folder = save_model(model, tmp_path / NAMES[9])
     (broken := tmp_path / NAMES[0]).mkdir()
-    site = Site(Session([str(folder), str(broken)]))
-    try:
-        for id in ("m0", "m1"):
-            site.session.load(id)
-        network = site.session.network("m0")
-        assert network.state == "ready"
-        look = network.look(site.session.picture("e6"), {})
-        answers = [site.json(each).body.decode() for each in (site.session.start(), look)]
-    finally:
-        site.close()
+    session = Session([str(folder), str(broken)])
+    for id in ("m0", "m1"):
+        session.load(id)
+    network = session.network("m0")
+    assert network.state == "ready"
+    look = network.look(session.picture("e6"), {})
+    answers = [bytes(JSONResponse(each).body).decode() for each in (session.start(), look)]
     assert all(c.isprintable() for text in answers for c in text)
     start, look = map(json.loads, answers)
     assert [each["name"] for each in start["models"]] == [r"byte \xff", r"osc8 \x1b]8;;http:evil.example\x07click\x1b]8;;\x07"]

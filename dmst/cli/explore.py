@@ -31,6 +31,10 @@ def explore(
     Works offline. Pictures stay in the memory of this process.
     """
     from dmst.engine.distributed import joined
+    from dmst.errors import need
+
+    for module in ("starlette", "uvicorn"):
+        need(module, "explore")
     from dmst.explorer.server import serve
 
     with joined(device) as group:

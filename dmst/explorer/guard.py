@@ -10,18 +10,11 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import json
-import logging
 import re
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; base-uri 'none'; "
@@ -33,7 +26,6 @@ HEADERS = {
     "x-frame-options": "DENY",
 }
 HOST = re.compile(r"(?P<name>\[[0-9a-f:.]{2,45}\]|[a-z0-9_.-]{1,253})(:[0-9]{1,5})?")
-BROKEN = "something went wrong; the terminal shows the error"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EVERYWHERE = ("0.0.0.0", "::", "")
 
@@ -43,17 +35,12 @@ def is_local(host: str) -> bool:
 
 
 class Guard:
-    def __init__(self, app: App, host: str = "127.0.0.1", token: str = "") -> None:
+    def __init__(self, app: ASGIApp, host: str = "127.0.0.1", token: str = "") -> None:
         self.app, self.token = app, token
         self.names = {*LOOPBACK, host.lower()} | ({socket.gethostname().lower()} if host in EVERYWHERE else set())
         self.any_address = host in EVERYWHERE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            return await self.app(scope, receive, send)
-        if scope["type"] != "http":
-            return await send({"type": "websocket.close", "code": 1008})
-
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 mine = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
@@ -61,13 +48,8 @@ class Guard:
             await send(message)
 
         refusal = self.refusal(scope)
-        if refusal:
-            return await answer(sending, 403, refusal)
-        try:
-            await self.app(scope, receive, sending)
-        except Exception:  # the application has answered that something went wrong
-            logging.getLogger("dmst.explorer").exception("%s %r", scope["method"], scope["path"])
-        return None
+        app = JSONResponse({"error": refusal}, 403) if refusal else self.app
+        await app(scope, receive, sending)
 
     def refusal(self, scope: Scope) -> str:
         """Why this request is not answered; "" if it is."""
@@ -97,10 +79,3 @@ def _is_address(name: str) -> bool:
         return bool(ipaddress.ip_address(name))
     except ValueError:
         return False
-
-
-async def answer(send: Send, status: int, words: str) -> None:
-    body = json.dumps({"error": words}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

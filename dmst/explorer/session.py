@@ -33,7 +33,6 @@ from dmst.engine import prepare
 from dmst.engine.classify import Photos
 from dmst.errors import DmstError, OptionError, number, shown
 from dmst.explorer import view
-from dmst.explorer.decoding import Decoder
 from dmst.models import Trace, VisionModel, shipped
 from dmst.photos import PHOTOS, photo
 from dmst.terminal import say
@@ -51,9 +50,13 @@ Gates = dict[int, dict[int, float]]
 class NotThereError(DmstError):
     """No network or picture has this id."""
 
+    status = 404
+
 
 class NotReadyError(DmstError):
     """The network is loading, or could not be loaded."""
+
+    status = 409
 
     def __init__(self, words: str, state: str) -> None:
         super().__init__(words)
@@ -79,7 +82,6 @@ class Session:
         self.examples = {id: _picture(id, decode(raw, name)) for id, (name, _, raw) in self._given.items()}
         self._uploads: OrderedDict[str, Picture] = OrderedDict()
         self._lock = threading.Lock()
-        self._decoder = Decoder()
 
     def start(self) -> dict[str, Any]:
         return {
@@ -114,16 +116,14 @@ class Session:
             raise NotThereError(f"there is no picture {shown(id)}: the server keeps the newest {UPLOADS}; choose it again.")
         return found
 
-    def settled(self) -> bool:
-        """Whether every network is loaded, or has failed to."""
-        return all(network.ready.is_set() for network in self.networks.values())
-
     def add(self, raw: bytes) -> dict[str, Any]:
-        """An upload, for the networks that are ready."""
+        """An upload, for the networks that load within PATIENCE seconds. The others say it when they are asked."""
+        for network in self.networks.values():
+            network.ready.wait(PATIENCE)
         networks = [network for network in self.networks.values() if network.state == "ready"]
-        pixels = self._decoder.decode(raw)
+        pixels = decode(raw, "the picture")
         wants_grey = any(network.view.channels == 1 for network in networks)
-        grey = self._decoder.decode(raw, grey=True) if wants_grey else pixels
+        grey = decode(raw, "the picture", grey=True) if wants_grey else pixels
         picture = _picture("u" + secrets.token_hex(16), pixels)
         for network in networks:
             network.see(picture, grey if network.view.channels == 1 else pixels)
@@ -132,9 +132,6 @@ class Session:
             while len(self._uploads) > UPLOADS:
                 self._uploads.popitem(last=False)
         return {"image": picture.id, "width": picture.width, "height": picture.height}
-
-    def close(self) -> None:
-        self._decoder.close()
 
 
 class Network:

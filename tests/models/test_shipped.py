@@ -139,7 +139,6 @@ def test_they_load_by_every_documented_way(name: str, tmp_path: Path, monkeypatc
     session.load("m0")
     looked = session.network("m0").look(session.picture("e0"), {})
     assert looked["top"][0]["class"] in classes and len(looked["layers"]) == model.config.depth
-    session.close()
     words = ["--init-from", name, "--epochs", 1, "--batch", 4, "--set", "data.limit=4", "--no-report", "--quiet"]
     dmst("train", "--data", data, "--out", tmp_path / "run", "--device", "cpu", *words)
     tuned = load_model(tmp_path / "run/final")
