@@ -16,6 +16,7 @@ from heads_off import every_head, right
 
 from dmst import provenance
 from dmst.analysis.foreground import foreground
+from dmst.analysis.running import plain
 from dmst.engine.prepare import read_weights
 from dmst.engine.samples import sample
 
@@ -31,7 +32,7 @@ def main() -> None:
     images = sample(model, "pets", data_dir=ask.data_dir, limit=ask.limit, batch_size=20)
     answers = {"as it is": right(model, images, {}), "all heads off": right(model, images, every_head(model))}
     found = {"sample": images.name, "right": {name: int(hits.sum()) for name, hits in answers.items()}}
-    found |= {"foreground": foreground(model, images.masked()).to_dict()}
+    found |= {"foreground": plain(foreground(model, images.masked()))}
     found |= {"versions": provenance.versions(), "commit": provenance.commit()}
     ask.json.write_text(json.dumps(found, indent=1) + "\n")
     print(found["right"])

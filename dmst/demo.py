@@ -85,19 +85,8 @@ def train_one(out: Path, model: str, seed: int, epochs: int) -> dict[str, Any]:
     """One run by `dmst train digits`, and what its journal says. Numbers are by epoch; seconds are of training alone."""
     folder, usual = out / f"{model}-seed{seed}", read_recipe("digits").schedule
     warmup = usual.warmup_epochs / usual.epochs * epochs  # its usual share of the epochs
-    command = [
-        sys.executable,
-        "-m",
-        "dmst",
-        "train",
-        "digits",
-        "--device",
-        "cpu",
-        "--quiet",
-        "--no-report",
-        "--out",
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "dmst", "train", "digits", "--out", str(folder)]
+    command += ["--device", "cpu", "--quiet", "--no-report"]
     changes = {"model.name": model, "run.seed": seed, "schedule.epochs": epochs, "schedule.warmup_epochs": warmup}
     command += [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,10 +89,6 @@ class Certificate:
             f"R_var at the tokens that each operator read, c = d/eps² = {self.c:g} (eps = {self.eps:g}), {BASES[self.basis]}, "
             f"memberships and gates as computed; {self.images:,} images"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON; what is not finite is None."""
-        return finite(asdict(self))
 
 
 def certify(

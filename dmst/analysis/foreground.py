@@ -17,8 +17,7 @@ Means over images with bootstrap 95 % intervals.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -98,9 +97,6 @@ class Foreground:
             f"of the image (IoU {self.centre['iou_area'].mean:.3f}). Difference: {ahead.mean:+.3f}, 95 % interval "
             f"{ahead.low:+.3f} to {ahead.high:+.3f}, {self.images:,} images."
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"verdict": self.verdict}
 
 
 def foreground(model: VisionModel, batches: Iterable[tuple[Tensor, Tensor]], *, tick: Tick = lambda images: None) -> Foreground:

@@ -36,9 +36,7 @@ def photos(
     for image, name, answer, share in zip(images, names, answers, sure, strict=True):
         pixels = pixels_of(model, image)
         pixels = fit(pixels, PHOTO) if max(pixels.shape) > PHOTO else pixels
-        found.append(
-            {"pixels": pixels, "name": short(name, LETTERS), "kind": kind, "answer": short(answer, LETTERS), "sure": share}
-        )
+        found.append({"pixels": pixels, "name": short(name, LETTERS), "kind": kind, "answer": answer, "sure": share})
     return found
 
 
@@ -65,16 +63,10 @@ def maps_of(model: VisionModel, images: Tensor) -> dict[str, Any] | None:
         alt = f"head {k} of layer {layers[place]}: {values.min():.2g} to {values.max():.2g}"
         return {"pixels": colour(values, low, high), "alt": alt, "gate": None if gate is None else gate[i, k].item()}
 
-    images_count, heads, columns = drawn.shape[:3]
-    rows = [[(f"head {k}", [tile(i, k, place) for place in range(columns)]) for k in range(heads)] for i in range(images_count)]
-    return {
-        "layers": layers,
-        "rows": rows,
-        "low": low,
-        "high": high,
-        "gated": first.gate is not None,
-        "depth": len(model.blocks),
-    }
+    count, heads, columns = drawn.shape[:3]
+    rows = [[(f"head {k}", [tile(i, k, place) for place in range(columns)]) for k in range(heads)] for i in range(count)]
+    gated = first.gate is not None
+    return {"layers": layers, "rows": rows, "low": low, "high": high, "gated": gated, "depth": len(model.blocks)}
 
 
 def pixels_of(model: VisionModel, normalised: Tensor) -> Pixels:

@@ -10,7 +10,6 @@ from dmst.analysis.charts import Line
 from dmst.analysis.rates import PLACES, QUANTITIES, LayerRates
 
 WHERE = PLACES | {"input": "before the operator"}
-BESIDE = {"all_heads": "R_var", "complete": "complete", "coding": "coding"}  # what can be compared between networks
 
 
 def rate_line(

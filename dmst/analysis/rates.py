@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dmst import objective
-from dmst.analysis.running import Tick, finite, measure
+from dmst.analysis.running import Tick, measure
 from dmst.errors import choose
 from dmst.models import VisionModel
 from dmst.models.block import LayerTrace
@@ -56,10 +56,6 @@ class LayerRates:
             f"R_var, unit-length projected tokens, c = p/eps², eps = {self.eps:g}, memberships sum to 1, raw U, "
             f"{PLACES[self.at]}; mean over {self.images} images"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: what is not there is None."""
-        return finite(asdict(self)) | {"convention": self.convention}
 
 
 def layer_rates(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -108,6 +108,12 @@ def only_looking(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def plain(found: Any) -> dict[str, Any]:
+    """The result of an analysis as plain JSON, with its own words; what is not finite is None."""
+    words = {name: getattr(found, name) for name in ("convention", "verdict") if hasattr(found, name)}
+    return finite(asdict(found)) | words
 
 
 def finite(told: Any) -> Any:

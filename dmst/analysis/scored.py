@@ -23,7 +23,7 @@ the order is better.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -202,9 +202,6 @@ class Scores:
             f"Layer {self.layer}, {self.images:,} images. Better than a random order, in every test: {winners('better')}. "
             f"Better than starting at the centre of the image, in every test: {winners('ahead')}."
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"noise": NOISE, "verdict": self.verdict}
 
 
 def scored(

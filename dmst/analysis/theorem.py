@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dmst import objective
 from dmst.analysis.certificates import BASES, code_scale, coordinates
-from dmst.analysis.running import Numbers, Tick, finite, measure
+from dmst.analysis.running import Numbers, Tick, measure
 from dmst.errors import choose, number
 from dmst.kernels import Form, reference
 from dmst.models import VisionModel
@@ -43,11 +43,6 @@ class LayerTheorem:
 
     layer: int
     quantities: dict[str, Numbers]
-
-    @property
-    def holds(self) -> float:
-        """The share of images on which the claim holds as printed."""
-        return self.quantities["gain"].above
 
 
 @dataclass(frozen=True)
@@ -69,10 +64,6 @@ class Theorem:
             f"R_var at the tokens that each operator read, c = d/eps² = {self.c:g} (eps = {self.eps:g}), {BASES[self.basis]}; "
             f"coupled membership by the {self.energy}, temperature {self.temperature:g}; {self.images:,} images"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON; what is not finite is None."""
-        return finite(asdict(self))
 
 
 def theorem(

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from dmst import cli, create_model, objective
 from dmst.analysis.rates import QUANTITIES, layer_rates, rates_at, rates_of
+from dmst.analysis.running import plain
 from dmst.engine.recipe import read_recipe
 from dmst.engine.samples import sample
 from dmst.errors import OptionError, UnknownNameError
@@ -95,15 +96,15 @@ def test_the_command(tmp_path: Path) -> None:
     drawn = page.read_text()
     assert drawn.count("<svg") >= 8 and "after the block" in drawn and "http://" not in drawn.replace("http://www.w3.org", "")
     assert "R_var, all heads" in drawn
-    shown = CliRunner(env={"COLUMNS": "160"}).invoke(cli.app, asked).output  # one table, the networks side by side
-    assert shown.count("layer  ") == 1 and "c = p/eps²" in shown and "every head" in shown
+    shown = CliRunner(env={"COLUMNS": "160"}).invoke(cli.app, asked).output
+    assert "c = p/eps²" in shown and "after the operator" not in shown
     rows = [line.split() for line in shown.splitlines() if re.match(r"\s*[01] ", line)]
-    beside = [found[str(tmp_path / name)]["input"]["mean"] for name in ("tost", "vit")]
-    for layer, row in enumerate(rows):
-        told = [mean[name][layer] for mean in beside for name in ("all_heads", "complete", "coding")]
-        assert row == [str(layer), *("-" if x is None else f"{x:.1f}" for x in told)]
-    shown = CliRunner().invoke(cli.app, [*asked[:2], *asked[3:]]).output  # one network in full
-    assert "after the operator" in shown and "side by side" not in shown
+    means = [found[str(tmp_path / name)]["input"]["mean"] for name in ("tost", "vit")]
+    told = [(layer, mean["raw"][layer], mean["mass"][layer]) for mean in means for layer in (0, 1)]
+    cells = [(str(layer), *("-" if x is None else f"{x:.1f}" for x in some)) for layer, *some in told]
+    assert [(row[0], row[2], row[8]) for row in rows] == cells
+    shown = CliRunner().invoke(cli.app, [*asked[:2], *asked[3:]]).output  # one network at every place
+    assert "after the operator" in shown
 
 
 def test_networks_are_compared_on_the_same_images_or_not_at_all(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_other_families(name: str) -> None:
 
 def test_one_image_has_no_spread() -> None:
     found = layer_rates(network(), IMAGES[:1])
-    assert all(math.isnan(x) for x in found.std["coding"]) and found.to_dict()["std"]["coding"] == [None] * 3
+    assert all(math.isnan(x) for x in found.std["coding"]) and plain(found)["std"]["coding"] == [None] * 3
 
 
 def test_names_are_no_markup(tmp_path: Path) -> None:

@@ -72,7 +72,6 @@ def test_every_number_is_that_of_the_trace(eps: float | None, energy: str) -> No
             assert numbers.mean == pytest.approx(values.mean().item(), rel=1e-6, abs=1e-9), name
             assert numbers.std == pytest.approx(values.std().item(), rel=1e-5, abs=1e-9), name
             assert numbers.above == pytest.approx((values > 0).double().mean().item()), name
-        assert told.holds == told.quantities["gain"].above
         means = {name: numbers.mean for name, numbers in told.quantities.items()}
         assert means["gain"] == pytest.approx(means["membership"] + means["mass"] + means["gate"], abs=1e-9)
         assert told.quantities["gate"].above == 1 and means["gate"] > 0  # a simplex gate only shrinks
