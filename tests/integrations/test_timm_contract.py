@@ -5,6 +5,7 @@ timm itself is not needed here: test_timm.py has what it makes of them.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -115,3 +116,15 @@ def test_intermediates_stop_early_and_pruned(name: str) -> None:
     assert len(model.blocks) == 2 and type(model.norm) is type(model.get_classifier()) is nn.Identity
     assert len(model.class_blocks) == 0
     assert all(map(torch.equal, wanted, model.forward_intermediates(x, [0, 1], intermediates_only=True)))
+
+
+@one_of_each
+def test_groups_by_depth(name: str) -> None:
+    """One pattern for every parameter; those without come last."""
+    model = create(name)
+    for coarse, last in ((True, {"head", "norm", *(["class_blocks"] if len(model.class_blocks) else [])}), (False, {"head"})):
+        rows = model.group_matcher(coarse).values()
+        patterns = [pattern for row in rows for pattern, _ in (row if isinstance(row, list) else [(row, None)])]
+        met = {key: [p for p in patterns if re.match(p, key)] for key, _ in model.named_parameters()}
+        assert max(map(len, met.values())) == 1
+        assert {key.split(".")[0] for key, found in met.items() if not found} == last
