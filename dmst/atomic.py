@@ -5,7 +5,7 @@
                                            new one is in its place
     append(path, data)                     to the end of a file of ours
     read(path)                             no pipe, device or pickle, and no more bytes than asked for
-    sealed(told), check_seal               JSON whose last entry, self_sha256, covers the rest
+    sealed(told), read_sealed              JSON whose last entry, self_sha256, covers the rest
 
 A failure to write raises SaveError, says how many bytes are needed and free, and leaves everything as it was. Nothing is
 written through a link: a rename replaces it. Temporary names are random, and are made with O_EXCL.
@@ -150,8 +150,8 @@ def _write(path: Path, data: bytes) -> None:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path, size: int | None = None, *, most: int | None = None, links: bool = False) -> bytes:
-    """The bytes of a plain file, of this size or of at most so many; `links` to one are followed."""
+def read(path: Path, size: int | None = None, *, sha256: str = "", most: int | None = None, links: bool = False) -> bytes:
+    """The bytes of a plain file, of this size and hash or of at most so many bytes; `links` to one are followed."""
     try:
         info = path.stat() if links else path.lstat()
         if not stat.S_ISREG(info.st_mode):
@@ -164,9 +164,12 @@ def read(path: Path, size: int | None = None, *, most: int | None = None, links:
             if size not in (None, info.st_size):
                 raise BadFileError(f"{path} is damaged: {info.st_size:,} bytes instead of {size:,}.")
             file.seek(0)
-            return file.read()
+            raw = file.read()
     except OSError as error:
         raise BadFileError(f"{path} cannot be read ({error.strerror or error}).") from error
+    if sha256 and hashlib.sha256(raw).hexdigest() != sha256:
+        raise BadFileError(f"{path} is damaged: its sha256 is not the one that was stated for it. Copy it again.")
+    return raw
 
 
 def json_object(path: Path, raw: bytes) -> dict[str, Any]:
@@ -186,11 +189,14 @@ def sealed(told: dict[str, Any]) -> bytes:
     return (json.dumps(told | {"self_sha256": digest}, indent=2, allow_nan=False) + "\n").encode()
 
 
-def check_seal(path: Path, told: dict[str, Any], raw: bytes) -> None:
-    """Refuse `told`, read from the bytes `raw`, unless these are the ones that `sealed` writes."""
+def read_sealed(path: Path, *, most: int, links: bool = False, required: bool = True) -> dict[str, Any]:
+    """What `sealed` wrote; where it is not `required`, JSON without a seal too."""
+    raw = read(path, most=most, links=links)
+    told = json_object(path, raw)
     try:
         same = sealed({key: value for key, value in told.items() if key != "self_sha256"}) == raw
     except (ValueError, RecursionError):  # an infinity, which JSON itself does not know; deeper than it can be written
         same = False
-    if not same:
+    if not same and (required or "self_sha256" in told):
         raise BadFileError(f"{path} is damaged or was edited: its bytes do not match its self_sha256.")
+    return told

@@ -19,12 +19,10 @@ import importlib
 import json
 import os
 import re
-import stat
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,16 +31,14 @@ from torch import Tensor
 
 from dmst import atomic
 from dmst.errors import BadFileError, OptionError, SaveError
-from dmst.models.tensors import LONGEST_HEADER, from_bytes, not_finite, to_bytes
+from dmst.models.tensors import from_bytes, not_finite, to_bytes
 
 SCHEMA = 2
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", ".safetensors"
 LARGEST_MANIFEST = 2**20  # bytes
 LISTED = re.compile(r"[a-z][a-z0-9_]*\.(safetensors|json|toml)")
-STEP = re.compile(r"step_(\d{8}|[1-9]\d{8,})")
-CUT_OFF = re.compile(r"\.step_\d+\.[0-9a-f]{16}|\.tmp-\w+-\d+|dead\.step_\d+")  # the last two by 0.1.0
-ASIDE = re.compile(r"\.(step_\d+)\.old\.[0-9a-f]{16}")
-LOCK = re.compile(r"(\d+( \S+)?\n)?")  # the process that holds it
+STEP = re.compile(r"step_(\d{8,})")
+CUT_OFF = re.compile(r"\.(?P<step>step_\d+)\.(?P<old>old\.)?[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ class State:
     machine: dict[str, Any] = field(default_factory=dict)
 
 
-def migrate(schema: int, told: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
+def migrate(schema: Any, told: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
     """What state.json says, as schema 2 has it.
 
     1 (dmst 0.1.0): step and context were in the manifest; epoch, tick, seed and recipe were said twice.
@@ -82,10 +78,7 @@ def write(folder: Path, state: State) -> Path:
         if bad := not_finite(tensors):
             raise SaveError(f"step {state.step} is not saved: {bad} of {stem} holds NaN or infinity.")
     told = {each.name: getattr(state, each.name) for each in fields(State) if each.name != "tensors"}
-    try:
-        text = json.dumps(told, indent=2, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
-        raise SaveError(f"step {state.step} is not saved: {error}.") from error
+    text = json.dumps(told, indent=2, allow_nan=False).encode()
     size = sum(x.nbytes + 256 for tensors in state.tensors.values() for x in tensors.values()) + 2 * len(text)
     return atomic.write_folder(folder, _files(state.tensors, text), size)
 
@@ -100,54 +93,35 @@ def _files(tensors: dict[str, dict[str, Tensor]], text: bytes) -> Iterator[tuple
     yield MANIFEST, atomic.sealed({"schema": SCHEMA, "files": listed})
 
 
-def load(folder: Path, step: int, most: int | None = None) -> State:
-    """The checkpoint of `step` in `folder`, verified to the last byte; else BadFileError, which says what is wrong with it.
-
-    One that states more than `most` bytes, and a header for each file, is refused before it is read.
-    """
+def load(folder: Path, step: int) -> State:
+    """The checkpoint of `step` in `folder`, verified to the last byte; else BadFileError, which says what is wrong with it."""
     if folder.is_symlink():
         raise BadFileError(f"{folder} is a link: links are not followed.")
-    manifest = _manifest(folder / MANIFEST, most)
-    tensors, told = {}, dict[str, Any]()
-    for name, stated in manifest["files"].items():
-        raw = atomic.read(folder / name, stated["size"])
-        if hashlib.sha256(raw).hexdigest() != stated["sha256"]:
-            raise BadFileError(f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST}.")
-        if name == STATE:
-            told = atomic.json_object(folder / name, raw)
-        elif name.endswith(TENSORS):
-            tensors[name.removesuffix(TENSORS)] = from_bytes(folder / name, raw)
+    manifest = atomic.read_sealed(folder / MANIFEST, most=LARGEST_MANIFEST)
+    schema = manifest.get("schema")
+    if schema not in (1, SCHEMA):
+        raise BadFileError(f"{folder} is of another dmst: its schema is {schema!r}, and this one reads {SCHEMA}. Update dmst.")
     try:
-        found = State(**migrate(manifest["schema"], told, manifest), tensors=tensors)
+        tensors, told = {}, dict[str, Any]()
+        for name, stated in dict(manifest["files"]).items():
+            if not LISTED.fullmatch(name):
+                raise ValueError(f"{name!r} is no file of a checkpoint")
+            raw = atomic.read(folder / name, stated["size"], sha256=stated["sha256"])
+            if name == STATE:
+                told = atomic.json_object(folder / name, raw)
+            elif name.endswith(TENSORS):
+                tensors[name.removesuffix(TENSORS)] = from_bytes(folder / name, raw)
+        found = State(**migrate(schema, told, manifest), tensors=tensors)
         for each in fields(State):
             if type(value := getattr(found, each.name)) is not type(getattr(BLANK, each.name)):
                 raise TypeError(f"{each.name} is {value!r}")
-    except (KeyError, TypeError) as error:
-        raise BadFileError(f"{folder / STATE} is not the state of a run ({error}).") from error
+    except BadFileError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadFileError(f"{folder} is not the checkpoint of a run ({error}).") from error
     if found.step != step:
         raise BadFileError(f"{folder} was renamed: it holds step {found.step}.")
     return found
-
-
-def _manifest(path: Path, most: int | None) -> dict[str, Any]:
-    """What manifest.json says, if this version can read it and it lists nothing but files beside it."""
-    raw = atomic.read(path, most=LARGEST_MANIFEST)
-    told = atomic.json_object(path, raw)
-    atomic.check_seal(path, told, raw)
-    schema: Any = told.get("schema")
-    files: Any = told.get("files")
-    if type(schema) is int and schema > SCHEMA:
-        raise BadFileError(f"{path} is of a newer dmst: its schema is {schema}, and this one reads {SCHEMA}. Update dmst.")
-    try:
-        total = sum(stated["size"] for stated in files.values())
-        known = all(LISTED.fullmatch(name) and "sha256" in stated for name, stated in files.items())
-        if type(schema) is not int or schema < 1 or not known:
-            raise ValueError
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadFileError(f"{path} is not the manifest of a checkpoint: nothing was read.") from error
-    if most is not None and total > most + LONGEST_HEADER * len(files):
-        raise BadFileError(f"{path} states {total:,} bytes, and those of this run are at most {most:,}: nothing was read.")
-    return told
 
 
 BLANK = State(0)
@@ -162,33 +136,27 @@ class RunFolder:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None
-        self._most: int | None = None  # bytes that a checkpoint may state
-        self._good: set[int] = set()  # steps that were written or verified here
 
     def __enter__(self) -> RunFolder:
-        if self._lock is not None:
-            raise OptionError(f"{self.path} is open already.")
         posix()  # or an error, before anything is made
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.path / "lock")
             HELD.add(self)
             if self.checkpoints.is_symlink():
-                raise OptionError(f"{self.checkpoints} is a link, and links are not followed: move what it leads to here.")
+                raise OSError(errno.ELOOP, "links are not followed", str(self.checkpoints))
             self.checkpoints.mkdir(exist_ok=True)
             self._sweep()
             atomic.sync(self.path)
         except BlockingIOError as error:
-            told = f"{self.path} is in use: another run, process {error.strerror}, is in it."
-            raise OptionError(f"{told} Choose another folder, or end that run.") from error
+            raise OptionError(f"{self.path} is in use by another run: choose another folder, or end that run.") from error
         except OSError as error:
             self.__exit__()
             if error.errno in atomic.NO_ROOM:
                 raise atomic.failed(self.path, error, 80) from error
-            raise OptionError(f"{self.path} cannot be the folder of a run ({error.strerror}): choose another one.") from error
-        except BaseException:
-            self.__exit__()
-            raise
+            raise OptionError(
+                f"{self.path} cannot be the folder of a run ({error.filename}: {error.strerror}): choose another one."
+            ) from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -203,32 +171,29 @@ class RunFolder:
 
     def load(self, step: int) -> State:
         """The checkpoint of `step`, verified; BadFileError if it is damaged, or if there is none."""
-        found = load(self._folder(step), step, self._most)
-        self._good.add(step)
-        return found
+        return load(self._folder(step), step)
 
-    def newest(self, most: int | None = None) -> State | None:
+    def newest(self) -> State | None:
         """The newest checkpoint that verifies, with a warning for each newer one that does not; None if there never was one.
 
-        From now on none that states more than `most` bytes is read. Some that do not verify and none that does is an error: a
-        run never starts again from step 0 in silence.
+        Some that do not verify and none that does is an error: a run never starts again from step 0 in silence.
         """
-        self._most = most
-        skipped: dict[str, BadFileError] = {}
+        skipped: dict[int, BadFileError] = {}
         for step in reversed(self.steps()):
             try:
                 found = self.load(step)
             except BadFileError as error:
-                skipped[self._folder(step).name] = error
+                skipped[step] = error
                 continue
-            for name, why in skipped.items():
-                lost = int(name.removeprefix("step_")) - step
+            for lost, why in skipped.items():
                 warnings.warn(
-                    f"{name} is skipped: {why} The run goes on from step {step}: {lost} steps are lost.", stacklevel=2
+                    f"{self._folder(lost).name} is skipped: {why} The run goes on from step {step}: {lost - step} steps are "
+                    "lost.",
+                    stacklevel=2,
                 )
             return found
         if skipped:
-            told = "\n".join(f"  {name}: {why}" for name, why in skipped.items())
+            told = "\n".join(f"  {self._folder(step).name}: {why}" for step, why in skipped.items())
             raise BadFileError(
                 f"no checkpoint in {self.checkpoints} can be used. To start again from step 0, move them away.\n{told}"
             )
@@ -238,19 +203,12 @@ class RunFolder:
         """Write a checkpoint, whole or not at all; returns its folder. Another one of the same step is replaced."""
         folder = self._folder(state.step)
         self.check_held(folder)
-        write(folder, state)
-        self._good.add(state.step)
-        return folder
+        return write(folder, state)
 
     def prune(self, keep: int = 2, protect: Iterable[int] = ()) -> list[int]:
-        """Remove what is older than the newest `keep` checkpoints that verify, but for `protect`; returns the steps removed.
-
-        At least 2 are kept. Damaged ones do not count: each that this run has not written or read is read once.
-        """
+        """Remove all but the newest `keep` checkpoints, at least 2, and `protect`; returns the steps removed."""
         self.check_held(self.checkpoints)
-        keep, spared = max(keep, 2), set(protect)
-        kept = list(islice((step for step in reversed(self.steps()) if self._verifies(step)), keep))
-        gone = [step for step in self.steps() if step < kept[-1] and step not in spared] if len(kept) == keep else []
+        gone = [step for step in self.steps()[: -max(keep, 2)] if step not in set(protect)]
         try:
             atomic.sync(self.checkpoints)  # the newer ones are in their place also after a power cut
             for step in gone:
@@ -276,20 +234,12 @@ class RunFolder:
     def _folder(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
 
-    def _verifies(self, step: int) -> bool:
-        try:
-            return step in self._good or self.load(step).step == step
-        except BadFileError:
-            return False
-
     def _sweep(self) -> None:
         """Put back what only stepped aside; then remove what was cut off."""
         for path in sorted(self.checkpoints.iterdir()):
-            if found := ASIDE.fullmatch(path.name):
-                place = path.with_name(found[1])
-                atomic.remove(path) if os.path.lexists(place) else path.rename(place)
-            elif CUT_OFF.fullmatch(path.name):
-                atomic.remove(path)
+            if found := CUT_OFF.fullmatch(path.name):
+                place = path.with_name(found["step"])
+                path.rename(place) if found["old"] and not os.path.lexists(place) else atomic.remove(path)
 
 
 # --- the lock ---------------------------------------------------------------------------------------------------------
@@ -306,29 +256,15 @@ def posix() -> ModuleType:
 
 
 def take_lock(path: Path) -> int:
-    """A handle that holds the lock `path` until it is closed. BlockingIOError, with the process, if another one does.
-
-    OptionError if the file is no lock of ours: it stays as it is.
-    """
+    """A handle that holds the lock `path` until it is closed; BlockingIOError if another process does. Nothing is written."""
     fcntl = posix()
-    if path.is_symlink():
-        raise OptionError(f"{path} is a link, and links are not followed: remove it, or choose another folder.")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
-        text = os.read(handle, 80).decode(errors="replace") if stat.S_ISREG(os.fstat(handle).st_mode) else "a pipe or device"
-        if not LOCK.fullmatch(text):
-            raise OptionError(f"{path} is not the lock of a run: move it away, or choose another folder.")
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not path.exists() or not os.path.samestat(os.fstat(handle), os.lstat(path)):
-            raise BlockingIOError(errno.EAGAIN, "it was replaced since it was opened")
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-        return handle
-    except BaseException as error:
+    except OSError:
         os.close(handle)
-        if isinstance(error, BlockingIOError):
-            raise BlockingIOError(error.errno, (text.split() or ["?"])[0]) from error
         raise
+    return handle
 
 
 HELD: weakref.WeakSet[RunFolder] = weakref.WeakSet()

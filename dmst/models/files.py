@@ -97,10 +97,8 @@ def load_model(
         )
     model = VisionModel(config, device="meta")
     path, wanted = folder / WEIGHTS, model.state_dict()
-    raw = atomic.read(path, size, most=LONGEST_HEADER + 8 * sum(x.numel() for x in wanted.values()), links=True)
-    if digest and hashlib.sha256(raw).hexdigest() != digest:
-        raise BadFileError(f"{path} is damaged: its sha256 is not the one in {CONFIG}. Copy it again.")
-    weights = from_bytes(path, raw)
+    most = LONGEST_HEADER + 8 * sum(x.numel() for x in wanted.values())
+    weights = from_bytes(path, atomic.read(path, size, sha256=digest, most=most, links=True))
     fit(weights, wanted, f"{path} for {config.name}", any_float=True)
     model.load_state_dict({name: x.to(device) for name, x in weights.items()}, strict=True, assign=True)
     model.class_names = _class_names(told, config.num_classes)
@@ -177,11 +175,8 @@ def _found(folder: Path) -> Path:
 def _read_config(path: Path, unverified: bool) -> dict[str, Any]:
     if not path.exists():
         raise BadFileError(f"{path} cannot be read: there is none, and a saved model is a folder with {WEIGHTS} and {CONFIG}.")
-    raw = atomic.read(path, most=LARGEST_CONFIG, links=True)  # caches of models are made of links
-    told = atomic.json_object(path, raw)
-    if "self_sha256" in told or "dmst" in told:
-        atomic.check_seal(path, told, raw)
-    elif not unverified:
+    told = atomic.read_sealed(path, most=LARGEST_CONFIG, links=True, required=False)  # caches of models are made of links
+    if "self_sha256" not in told and not unverified:
         raise BadFileError(f"{path} has no sha256, so damage could not be detected: pass unverified=True to load it anyway.")
     return told
 

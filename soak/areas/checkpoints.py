@@ -79,7 +79,7 @@ def saved_at(folder: Path) -> Path:
 
 
 def load_checkpoint(folder: Path) -> dict[str, Tensor]:
-    found = load(checkpoint_at(folder), STEPS[-1], 2**20)
+    found = load(checkpoint_at(folder), STEPS[-1])
     assert found.step == STEPS[-1], f"step {found.step} was asked for as {STEPS[-1]}"
     return {f"{stem}:{name}": x for stem, xs in found.tensors.items() for name, x in xs.items()}
 
@@ -612,9 +612,7 @@ def strange(checkpoint: Victim, saved: Victim) -> Iterator[Case]:
     newer = put("dmst", "config", "from_the_future", value=1)
     checks["saved model, of a newer version"] = forged(saved, lambda at, _: forge(at, change=newer))
     for size in (3 * 10**9, 10**12):
-        for victim in (checkpoint, saved):
-            name = f"{victim.name}, {size:,} bytes, as stated"
-            checks[name] = forged(victim, lambda at, _, x=size: grown(at, WEIGHTS, x))
+        checks[f"saved model, {size:,} bytes, as stated"] = forged(saved, lambda at, _, x=size: grown(at, WEIGHTS, x))
     operator = put("dmst", "config", "operator", value="os.system")
     checks["saved model, an operator that is none"] = forged(saved, lambda at, _: forge(at, change=operator))
     for name, check in checks.items():

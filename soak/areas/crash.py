@@ -630,7 +630,7 @@ def two_runs(event: str, n: int, folder: Path) -> None:
     try:
         assert os.read(hears, 1), f"the first run did not come to {event}: {said_by(first).read_text()}"
         before = files_of(run)
-        refused(command(run), 1, f"{re.escape(str(run))} is in use: another run, process {first}, is in it")
+        refused(command(run), 1, f"{re.escape(str(run))} is in use by another run")
         assert files_of(run) == before, "the second run changed something"
         os.write(lets, b".")
     finally:

@@ -616,7 +616,7 @@ def refused(runs: Runs, by_torchrun: bool, what: str, folder: Path) -> None:
         (folder / "go").touch()
         assert first.end() == 0, first.said[-600:]
     assert all(code == 1 for code in codes), f"the second job ended with {codes}"
-    for words in ("run is in use: another run, process ", "opening the folder failed in another process"):
+    for words in ("run is in use by another run", "opening the folder failed in another process"):
         assert words in said, f"nobody said {words!r}: {said[-300:]}"
     assert ends(folder / "run") == runs.whole(2), "the first job was harmed"
 

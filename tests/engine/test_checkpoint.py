@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dmst.engine.checkpoint import RunFolder, State
 from dmst.errors import BadFileError, FullDiskError, OptionError, SaveError
-from tests.forged import MANIFEST, WEIGHTS, Change, forge, grown, harmed, listed, pickled, put, seal, with_header
+from tests.forged import MANIFEST, WEIGHTS, Change, forge, harmed, listed, pickled, put, seal, with_header
 
 FILES = ["ema.safetensors", "manifest.json", "model.safetensors", "optim.safetensors", "state.json"]
 TOLD: dict[str, Any] = {
@@ -144,8 +144,6 @@ def test_what_is_not_finite_is_never_written(value: float, kind: torch.dtype, ru
     bad.tensors["ema"]["head.bias"] = torch.tensor([1.0, value, 2.0]).to(kind)
     with pytest.raises(SaveError, match=r"step 9 is not saved: head.bias of ema holds NaN or infinity"):
         run.save(bad)
-    with pytest.raises(SaveError, match=r"step 9 is not saved: .* JSON"):
-        run.save(State(9, best={"top1": value}))
     assert names(run.checkpoints) == ["step_00000003", "step_00000006"]
 
 
@@ -172,17 +170,6 @@ def test_the_newest_are_kept_and_what_is_protected(run: RunFolder) -> None:
     assert run.prune(keep=1, protect=[6, 7]) == [9] and run.steps() == [6, 12, 15]  # never less than 2
     assert run.prune(keep=2) == [6] and run.prune() == [] and run.prune(keep=0) == []
     assert names(run.checkpoints) == ["step_00000012", "step_00000015"]
-
-
-def test_damaged_ones_do_not_count(run: RunFolder) -> None:
-    saved(run, 9, 12, 15)
-    damage(run, 12, 15)
-    run.__exit__()
-    with RunFolder(run.path) as again:
-        assert again.prune(keep=2) == [3] and again.steps() == [6, 9, 12, 15]
-    damage(run, 9)
-    with RunFolder(run.path) as again:
-        assert again.prune(keep=2) == []  # 6 alone is good
 
 
 # --- which one is newest ---------------------------------------------------------------------------------------------
@@ -217,7 +204,7 @@ def test_a_renamed_one_is_not_taken_for_another_step(run: RunFolder) -> None:
 
 def test_steps_are_sorted_as_numbers_and_other_names_left_alone(run: RunFolder) -> None:
     saved(run, 100_000_000, 99_999_999)
-    others = ["step_7", "step_00000x07", "step_000000007", "notes.txt", "dead.txt", ".tmp-x", ".step_1.old", ".step_1.x"]
+    others = ["step_7", "step_00000x07", "notes.txt", ".step_1.old", ".step_1.x"]
     for name in others:
         (run.checkpoints / name).write_text("mine")
     run.__exit__()
@@ -293,7 +280,7 @@ def test_a_forged_checkpoint_loads_if_it_is_right(run: RunFolder) -> None:
 
 TWO = {name: {"dtype": "U8", "shape": [4], "data_offsets": place} for name, place in (("a", [0, 4]), ("b", [2, 6]))}
 OTHER = {"size": 1, "sha256": "0"}
-NONE = "is not the manifest of a checkpoint: nothing was read"
+NONE = "is not the checkpoint of a run"
 FORGED: list[tuple[dict[str, bytes] | Change, str]] = [
     ({WEIGHTS: struct.pack("<Q", 2**63) + b"{}"}, "is not a safetensors file"),
     ({WEIGHTS: with_header(TWO, b"123456")}, "is not a safetensors file"),
@@ -301,14 +288,14 @@ FORGED: list[tuple[dict[str, bytes] | Change, str]] = [
     ({WEIGHTS: safetensors.torch.save({"a": torch.tensor([1, torch.nan])})}, "a holds NaN or infinity"),
     ({"state.json": b"[" * 100_000}, "not JSON"),
     ({"state.json": b"[1]"}, "must hold an object"),
-    ({"state.json": b'{"step": 6, "more": 1}'}, "is not the state of a run .*'more'"),
-    ({"state.json": b'{"step": 6, "best": 5}'}, "is not the state of a run .best is 5"),
+    ({"state.json": b'{"step": 6, "more": 1}'}, "is not the checkpoint of a run .*'more'"),
+    ({"state.json": b'{"step": 6, "best": 5}'}, "is not the checkpoint of a run .best is 5"),
     ({"state.json": b'{"step": 7}'}, "was renamed: it holds step 7"),
-    (put("schema", value=3), r"is of a newer dmst: its schema is 3, and this one reads 2\. Update dmst"),
-    (put("schema", value="1"), NONE),
-    (put("schema", value=1), "is not the state of a run"),
+    (put("schema", value=3), r"is of another dmst: its schema is 3, and this one reads 2\. Update dmst"),
+    (put("schema", value="1"), "is of another dmst"),
+    (put("schema", value=1), NONE),
     (put("files", value=[]), NONE),
-    (put("files", value={}), "is not the state of a run"),
+    (put("files", value={}), NONE),
     (put("files", "../model.safetensors", value=OTHER), NONE),
     (put("files", "model.pt", value=OTHER), NONE),
     (put("files", WEIGHTS, value=5), NONE),
@@ -323,19 +310,6 @@ def test_files_from_elsewhere_under_right_hashes(what: dict[str, bytes] | Change
     good = run.load(3)
     forge(newest(run), what) if isinstance(what, dict) else forge(newest(run), change=what)
     refused(run, good, message)
-
-
-@pytest.mark.parametrize("name", [WEIGHTS, "state.json"])
-def test_a_giant_is_refused_unread_and_the_one_before_taken(name: str, run: RunFolder) -> None:
-    good = run.load(3)
-    grown(newest(run), name, 10**12)
-    with pytest.warns(UserWarning, match=r"states 1,000,[\d,]+ bytes, and those of this run are at most 1,000"):
-        assert same(run.newest(1000), good)
-    run.__exit__()
-    with run:
-        assert run.prune() == []
-    saved(RunFolder(run.path).__enter__(), 6)
-    assert run.load(6).step == 6
 
 
 @pytest.mark.parametrize("how", ["protocol 2", "protocol 5", "torch.save"])
@@ -410,12 +384,8 @@ def test_a_folder_that_vanished_or_was_replaced_is_not_gone_on_with(instead: str
 
 
 def test_one_run_at_a_time(run: RunFolder) -> None:
-    with pytest.raises(
-        OptionError, match=f"run is in use: another run, process {os.getpid()}, is in it. Choose another folder"
-    ):
+    with pytest.raises(OptionError, match="run is in use by another run: choose another folder"):
         RunFolder(run.path).__enter__()
-    with pytest.raises(OptionError, match="is open already"):
-        run.__enter__()
     saved(run, 9)  # neither took the lock away
     run.__exit__()
     with RunFolder(run.path) as other:
@@ -433,18 +403,7 @@ def test_reading_is_free_and_writing_is_not(run: RunFolder) -> None:
     assert RunFolder(run.path / "gone").newest() is None and not (run.path / "gone").exists()
 
 
-def test_a_full_disk_is_told_from_a_place_that_cannot_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even the number of the process finds room: try again later, not elsewhere."""
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pwrite", full)
-        with pytest.raises(FullDiskError, match=r"run could not be written \(No space left on device\): it needs .* are free"):
-            RunFolder(tmp_path / "run").__enter__()
-    with RunFolder(tmp_path / "run") as run:  # the lock was let go
-        saved(run, 3)
+def test_a_place_that_cannot_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(OptionError, match=r"cannot be the folder of a run \(.+\): choose another one"):
@@ -455,10 +414,8 @@ def test_what_was_cut_off_is_swept_and_what_stepped_aside_comes_back(run: RunFol
     old, inside, ending = run.load(6), run.checkpoints, "0123456789abcdef"
     shutil.copytree(newest(run), inside / f".step_00000009.{ending}")
     shutil.copytree(newest(run), inside / f".step_00000003.old.{ending}")  # the new one came: this is no longer needed
-    shutil.copytree(newest(run), inside / ".tmp-1-9")  # as 0.1.0 named them
-    (inside / "dead.step_00000002").symlink_to(inside / "step_00000003")
     newest(run).rename(inside / f".step_00000006.old.{ending}")  # the new one never came
-    assert RunFolder(run.path).steps() == [3] and len(names(inside)) == 6  # who only looks, changes nothing
+    assert RunFolder(run.path).steps() == [3] and len(names(inside)) == 4  # who only looks, changes nothing
     run.__exit__()
     with run:
         assert names(inside) == ["step_00000003", "step_00000006"] and same(run.newest(), old) and run.load(3).step == 3
