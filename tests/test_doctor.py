@@ -39,7 +39,6 @@ MACHINES = [
     (facts(T4, gpu=True, triton=NO_TRITON), "note", "too old for the fused kernels, which need 8.0", "plain kernels"),
     (facts(broken={"torchvision": "nms", "timm": "nms"}), "note", "torchvision cannot be imported: nms", "same index"),
     (facts(broken={"timm": "ImportError: x"}), "note", "timm cannot be imported: ImportError: x", "'dmst[timm]'"),
-    (facts(broken={"pillow": "ImportError: x"}), "problem", "pillow cannot be imported", "--force-reinstall pillow"),
     (facts(operators=("operator 'mine' is broken",)), "note", "'mine' is broken", "only needed"),
 ]
 
@@ -64,9 +63,9 @@ def test_a_sound_machine_has_no_findings_and_failed_tests_come_first() -> None:
     assert (fused.level, plain.level, note.level) == ("problem", "problem", "note")
 
 
-def test_a_broken_library_is_found_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere.py").write_text("raise ImportError('/somewhere/lib/libfoo.so: undefined symbol')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     assert doctor.import_problem("elsewhere") == "ImportError: libfoo.so: undefined symbol"
     assert doctor.import_problem("json") == ""
     assert doctor.tidy("see https://pytorch.org/get-started or a/b\nmore") == "see https://pytorch.org/get-started or a/b"
@@ -105,7 +104,7 @@ def test_a_wrong_kernel_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [kernel for kernel, _ in failed()] == ["closed form"] * 2
     with monkeypatch.context() as patch:  # not a number
         patch.setattr(silent, "project_active", lambda *args: project(*args) * float("nan"))
-        assert failed() == [("silent heads skipped", "output off by nan, gradients by 0.0e+00 (tokens) and 0.0e+00 (weights)")]
+        assert failed() == [("silent heads skipped", "output off by nan")]
     with monkeypatch.context() as patch:
 
         def breaks(*_: object, **__: object) -> Tensor:
@@ -161,4 +160,3 @@ def test_this_machine_is_looked_at() -> None:
     found = doctor.gather()
     assert found.devices[0].name == "cpu"
     assert found.versions["torch"] == torch.__version__
-    assert not set(doctor.NEEDED) & set(found.broken)

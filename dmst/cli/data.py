@@ -9,20 +9,19 @@ dmst data verify [NAME]      the checksums of what is in the data folder
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from dmst.cli.progress import downloads
 from dmst.terminal import Terminal, say
 from dmst.words import visible
 
 if TYPE_CHECKING:
     from dmst.data.catalog import Entry
-    from dmst.data.fetch import Tick
 
 app = typer.Typer(name="data", help="List, download and check datasets.", no_args_is_help=True)
 HELP = "The folder of the datasets."
@@ -114,11 +113,10 @@ def data_fetch(
     from dmst.data.fetch import fetch
 
     if (entry := CATALOG.get(name)) and entry.files:
-        Terminal().print(_grid(("", ""), [("dataset", entry.title), ("licence", entry.licence), ("cite", entry.citation)]))
-    with _progress() as tick:
+        say(entry.title, f"licence: {entry.licence}", f"cite: {entry.citation}")
+    with downloads() as tick:
         paths = fetch(name, data_dir, tick=tick, timeout=timeout)
-    for path in paths:
-        Terminal().print(Text.assemble(("ready", "green"), f" {path}"), soft_wrap=True)
+    say(*(f"ready {path}" for path in paths))
 
 
 @app.command("verify")
@@ -138,15 +136,14 @@ def data_verify(
     from dmst.data.catalog import CATALOG
     from dmst.data.fetch import verify
 
-    with _progress() as tick:
+    with downloads() as tick:
         verdicts = [verdict for each in ([name] if name else CATALOG) for verdict in verify(each, data_dir, tick=tick)]
     if not verdicts:
         what = f"no file of {name}" if name else "no file of a dataset"
         say(f"{data_dir} has {what} with a known checksum. `dmst data list` shows what is there.")
         raise typer.Exit(1)
-    Terminal().print(
-        _grid(("", "file", ""), [("ok" if v.sound else "BAD", str(v.path.relative_to(data_dir)), v.told) for v in verdicts])
-    )
+    for verdict in verdicts:
+        say(f"{'ok ' if verdict.sound else 'BAD'}  {verdict.path.relative_to(data_dir)}  {verdict.told}")
     raise typer.Exit(0 if all(verdict.sound for verdict in verdicts) else 1)
 
 
@@ -204,20 +201,3 @@ def _grid(columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> Table:
     for row in rows:
         grid.add_row(*row)
     return grid
-
-
-@contextmanager
-def _progress() -> Iterator[Tick]:
-    """A progress bar for each step, on the error stream, if it is a terminal."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console, tasks = Terminal(stderr=True), dict[str, Any]()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(None), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-
-        def tick(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(visible(what), total=total)
-            progress.update(tasks[what], completed=done)
-
-        yield tick

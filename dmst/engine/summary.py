@@ -18,32 +18,28 @@ import torch
 from dmst import provenance
 from dmst.data.loader import TrainStream, View
 from dmst.data.sets import ImageSet
-from dmst.engine.prepare import BEST_START, Sets
+from dmst.engine.prepare import Sets
 from dmst.engine.recipe import Recipe
 from dmst.models import VisionModel, shipped
 from dmst.words import short, visible
 
 SHOWN = 12  # classes that are named
 TIMED = 8  # images of the step that is timed on a CPU
-BY_SIZE = {32: "87.7 %", 64: "90.1 %"}  # results/finetune.md
 
 
 def summary(
     model: VisionModel, sets: Sets, stream: TrainStream, recipe: Recipe, *, steps: int, done: int, processes: int
 ) -> str:
     """The block; `done` of `steps` lie behind a run that goes on."""
-    began, images = time.perf_counter(), sets.good_train
-    few = [images.read(int(i)).shape[:2] for i in np.linspace(0, len(images) - 1, 9)]
-    per_read = (time.perf_counter() - began) / len(few)
     parameters = sum(p.numel() for p in model.parameters())
     rows = {
         "network": f"{visible(model.config.name)} ({model.config.operator}), {parameters:,} parameters",
         "starts from": _start(recipe),
-        "images": _images(few, stream.view, recipe),
+        "images": _images(sets.good_train, stream.view, recipe),
         "classes": _classes(sets.train),
         "split": _split(sets, recipe),
         "device": _device(stream.device, recipe, processes),
-        "time": _time(model, sets, stream, recipe, steps, done, processes, per_read),
+        "time": _time(model, sets, stream, recipe, steps, done, processes),
     }
     lines = []
     for name, text in rows.items():
@@ -63,20 +59,15 @@ def _start(recipe: Recipe) -> str:
     return f"the weights of {visible(where)}{known}\nThe classifier is new, unless the classes are the same"
 
 
-def _images(few: list[tuple[int, ...]], view: View, recipe: Recipe) -> str:
+def _images(images: ImageSet, view: View, recipe: Recipe) -> str:
+    few = [images.read(int(i)).shape[:2] for i in np.linspace(0, len(images) - 1, 9)]
     height, width = (int(np.median(side)) for side in zip(*few, strict=True))
     how = "as they are"
     if {height, width} != {view.size}:
         scaled = math.floor(view.size / view.crop_pct)
         how = f"from about {width} x {height}: the shorter side is scaled to {scaled}, the middle is kept"
     crop = "; in training a random part of each" if recipe.augment.resized_crop else ""
-    told = f"{view.size} x {view.size} pixels, {how}{crop}"
-    if recipe.model.init_from == BEST_START and view.size == 32 and min(height, width) >= 64:
-        told += (
-            "\nThese images are larger: --size 64 shows the network more of them, in 4 times the time."
-            f"\nOn four breeds of cats and dogs {BY_SIZE[32]} were right at 32 pixels, {BY_SIZE[64]} at 64."
-        )
-    return told
+    return f"{view.size} x {view.size} pixels, {how}{crop}"
 
 
 def _classes(images: ImageSet) -> str:
@@ -102,25 +93,15 @@ def _device(device: torch.device, recipe: Recipe, processes: int) -> str:
     return f"{provenance.device_name(device)}, {words}" + (f", {processes} processes" if processes > 1 else "")
 
 
-def _time(
-    model: VisionModel, sets: Sets, stream: TrainStream, recipe: Recipe, steps: int, done: int, processes: int, per_read: float
-) -> str:
+def _time(model: VisionModel, sets: Sets, stream: TrainStream, recipe: Recipe, steps: int, done: int, processes: int) -> str:
     epochs, batch = recipe.schedule.epochs, recipe.run.batch_size
     told = f"{epochs} epoch{'s' * (epochs > 1)} of {steps // epochs:,} steps, {batch} images each"
     # what a GPU takes shows after some steps; of several processes one alone must not run a step: its batch norms would wait
     if stream.device.type != "cpu" or processes > 1:
         return f"{told}; how long that takes is told after the first steps"
-    learned = (steps - done) * batch
     checked = 0 if sets.eval is None else len(sets.eval) * (epochs // recipe.run.eval_every)
-    seconds = seconds_per_image(model, stream.view) * (learned + checked / 3)
-    if stream.path == "workers":  # every image is read anew in every epoch
-        seconds += per_read * (learned + checked) / max(stream.workers, 1)
-    told = f"about {in_words(seconds)}: {told}"
-    if seconds < 3600 or done:  # a run that goes on keeps its recipe
-        return told
-    size = f", or --size {stream.view.size // 2}" if stream.view.size >= 64 else ""
-    shorter = f"--epochs {max(epochs // 4, 1)}{size}, or fewer images"
-    return f"{told}\nThat is long for a CPU. Shorter: {shorter}; a GPU takes minutes."
+    seconds = seconds_per_image(model, stream.view) * ((steps - done) * batch + checked / 3)
+    return f"about {in_words(seconds)}: {told}"
 
 
 def seconds_per_image(model: VisionModel, view: View) -> float:
