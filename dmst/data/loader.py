@@ -16,9 +16,11 @@ Inside a batch the first copies come first, then the second ones, so that neighb
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +28,9 @@ from torch import Tensor
 
 from dmst.data import chance
 from dmst.data.augment import Augment
-from dmst.data.batch import Batch, Shard, View
-from dmst.data.batching import BatchMaker
+from dmst.data.batching import Batch, BatchMaker, Shard, View
 from dmst.data.sets import ImageSet
-from dmst.data.workers import Key, Samples, read
+from dmst.data.workers import Samples, read
 from dmst.errors import OptionError, choose
 
 __all__ = ["Batch", "EvalStream", "Shard", "TrainStream", "View"]
@@ -38,15 +39,34 @@ ROUND = 256  # of repeated augmentation: timm's, after DeiT
 RESIDENT = 4 << 30  # bytes copied to a device unasked; a fixed number, so that the path does not depend on what is in memory
 
 
+class Part(NamedTuple):
+    """One batch of this process, on the CPU: samples, image + copy * 2^40, and their places in the order of the epoch."""
+
+    epoch: int
+    sample: Tensor
+    position: Tensor
+
+
 class _Stream:
-    """What both streams share: the set, and where its pixels are."""
+    """Batches of parts; `augment` None is evaluation. Places from `last` on weigh nothing."""
 
     def __init__(
-        self, image_set: ImageSet, view: View, shard: Shard, device: torch.device | str, path: str, workers: int
+        self,
+        image_set: ImageSet,
+        view: View,
+        augment: Augment | None,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shard: Shard = Shard(),  # noqa: B008 (a tuple)
+        device: torch.device | str = "cpu",
+        path: str = "auto",
+        workers: int = 0,
+        compiled: bool | str = False,
     ) -> None:
         choose("path", path, ("auto", "resident", "workers"))
-        self.image_set, self.view, self.shard, self.workers = image_set, view, shard, workers
-        self.device = torch.device(device)
+        self.image_set, self.view, self.batch_size, self.shard = image_set, view, batch_size, shard
+        self.device, self.workers, self.last = torch.device(device), workers, 0
         pixels = None if path == "workers" else _pixels(image_set, wanted=path == "resident")
         self.path = "workers" if pixels is None else "resident"
         channels = (image_set.read(0) if pixels is None else pixels).shape[-1]
@@ -58,51 +78,59 @@ class _Stream:
         self._pixels = None  # (n, c, h, w); a copy in any case: the array may be read-only, or change
         if pixels is not None:
             self._pixels = torch.from_numpy(np.array(pixels.transpose(0, 3, 1, 2), order="C")).to(self.device)
-
-    def _maker(self, augment: Augment, **options: object) -> BatchMaker:
-        h, w = (self.view.size,) * 2 if self._pixels is None else self._pixels.shape[2:]
-        if augment.crop_padding >= min(h, w):
-            raise OptionError(f"crop_padding is {augment.crop_padding}: images of {h} x {w} pixels reflect less than that.")
-        return BatchMaker(
-            self.view,
-            augment,
-            self.image_set.labels,
-            len(self.image_set.classes),
+        self._samples = Samples(image_set, view, augment, seed)
+        left, crop_pct = augment or Augment(interpolation=view.interpolation), 1.0 if augment else view.crop_pct
+        if self._pixels is None:  # workers have cut them
+            left, crop_pct = replace(left, resized_crop=0.0), 1.0
+        h, w = (view.size,) * 2 if self._pixels is None else self._pixels.shape[2:]
+        if left.crop_padding >= min(h, w):
+            raise OptionError(f"crop_padding is {left.crop_padding}: images of {h} x {w} pixels reflect less than that.")
+        self._maker = BatchMaker(
+            view,
+            left,
+            image_set.labels,
+            len(image_set.classes),
+            seed=seed,
+            batch_size=batch_size,
             device=self.device,
+            crop_pct=crop_pct,
             resident=self._pixels is not None,
-            **options,  # type: ignore[arg-type]
+            compiled=compiled,
         )
+
+    def _batches(self, parts: Callable[[], Iterator[Part]]) -> Iterator[Batch]:
+        """A batch for each part; workers read ahead, in one go, so that they never restart."""
+        pixels: Iterator[Tensor] = repeat(self._pixels)  # type: ignore[arg-type]
+        if self._pixels is None:
+            keys = ([(part.epoch, sample) for sample in part.sample.tolist()] for part in parts())
+            pixels = read(self._samples, keys, self.workers, self.device)
+        for held, part in zip(pixels, parts(), strict=False):
+            sent = torch.stack((part.sample, part.position, torch.full_like(part.sample, part.epoch)))
+            if self.device.type == "cuda":
+                sent = sent.pin_memory()
+            sample, position, epoch = sent.to(self.device, non_blocking=True).unbind()
+            with torch.no_grad():
+                made = self._maker.make(held, sample, position, epoch[0])
+                weight = (position < self.last).to(torch.float32)
+            yield Batch(*made, weight, part.sample % chance.COPY)
 
 
 class TrainStream(_Stream):
     """`batch_size` counts the samples of all processes, steps are counted over all epochs; `compiled` may name a backend."""
 
     def __init__(
-        self,
-        image_set: ImageSet,
-        view: View,
-        augment: Augment,
-        *,
-        batch_size: int,
-        seed: int,
-        shard: Shard = Shard(),  # noqa: B008 (a tuple)
-        device: torch.device | str = "cpu",
-        path: str = "auto",
-        workers: int = 0,
-        compiled: bool | str = False,
+        self, image_set: ImageSet, view: View, augment: Augment, *, batch_size: int, seed: int, **options: Any
     ) -> None:
-        super().__init__(image_set, view, shard, device, path, workers)
+        super().__init__(image_set, view, augment, batch_size=batch_size, seed=seed, **options)
         pairs = augment.mixes and augment.mixup_mode == "pair"
-        self.augment, self.batch_size, self.seed = augment, batch_size, seed
-        self.micro_batch = micro_batch(len(image_set), batch_size, shard, augment.repeats, pairs)
+        self.augment, self.seed = augment, seed
+        self.micro_batch = micro_batch(len(image_set), batch_size, self.shard, augment.repeats, pairs)
         self.steps_per_epoch = epoch_length(len(image_set), augment.repeats) // batch_size
+        self.last = self.steps_per_epoch * batch_size
         self._order = lru_cache(3)(self._order_of)  # workers read ahead, into the next epoch
         self.notes: list[str] = []  # what a log should say
         if augment.mixes and not pairs:
             self.notes.append("mixup_mode=batch: which images are mixed depends on the number of processes and micro-steps.")
-        self._samples = Samples(image_set, view, augment, seed)
-        left = augment if self.path == "resident" else replace(augment, resized_crop=0.0)
-        self._batches = self._maker(left, seed=seed, batch_size=batch_size, compiled=compiled)
 
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch
@@ -114,36 +142,15 @@ class TrainStream(_Stream):
 
     def batches(self, first_step: int, last_step: int) -> Iterator[Batch]:
         """This process's micro-batches of the steps first_step .. last_step - 1, in the order (step, micro-step)."""
-        pixels: Iterator[Tensor] = iter(())
-        if self._pixels is None:
-            pixels = read(self._samples, self._keys(first_step, last_step), self.workers, self.device)
-        position = torch.arange(self.steps_per_epoch * self.batch_size, device=self.device)
-        weight = torch.ones(self.micro_batch, device=self.device)
-        here, sample, epoch_here = -1, position, position
-        for epoch, start in self._slices(first_step, last_step):
-            part = slice(start, start + self.micro_batch)
-            chosen = self._order(epoch)
-            if epoch != here:  # one transfer per epoch
-                here, sample = epoch, _sent(chosen, self.device)
-                epoch_here = torch.full((), epoch, dtype=torch.int64, device=self.device)
-            with torch.no_grad():
-                made = self._batches.make(
-                    next(pixels) if self._pixels is None else self._pixels, sample[part], position[part], epoch_here
-                )
-            yield Batch(*made, weight, chosen[part] % chance.COPY)
+        return self._batches(lambda: self._parts(first_step, last_step))
 
-    def _slices(self, first_step: int, last_step: int) -> Iterator[tuple[int, int]]:
-        """(epoch, place in its order) of each micro-batch of this process."""
+    def _parts(self, first_step: int, last_step: int) -> Iterator[Part]:
         mine = self.shard.rank * self.micro_batch * self.shard.micro_steps
         for step in range(first_step, last_step):
-            start = step % self.steps_per_epoch * self.batch_size + mine
+            start, epoch = step % self.steps_per_epoch * self.batch_size + mine, self.epoch_of(step)
             for micro in range(self.shard.micro_steps):
-                yield self.epoch_of(step), start + micro * self.micro_batch
-
-    def _keys(self, first_step: int, last_step: int) -> Iterator[list[Key]]:
-        """All micro-batches from the first step to the last, so that workers never restart."""
-        for epoch, start in self._slices(first_step, last_step):
-            yield [(epoch, sample) for sample in self._order(epoch)[start : start + self.micro_batch].tolist()]
+                position = torch.arange(self.micro_batch) + start + micro * self.micro_batch
+                yield Part(epoch, self._order(epoch)[position], position)
 
     def _order_of(self, epoch: int) -> Tensor:
         return epoch_order(len(self.image_set), self.seed, epoch, self.augment.repeats, self.batch_size)
@@ -153,43 +160,21 @@ class EvalStream(_Stream):
     """Every image once over all processes, `batch_size` at a time on each. All have equally many batches; what the last
     ones lack is filled up by the last image, with weight 0, so that shapes never change."""
 
-    def __init__(
-        self,
-        image_set: ImageSet,
-        view: View,
-        *,
-        batch_size: int,
-        shard: Shard = Shard(),  # noqa: B008 (a tuple)
-        device: torch.device | str = "cpu",
-        path: str = "auto",
-        workers: int = 0,
-    ) -> None:
-        super().__init__(image_set, view, shard, device, path, workers)
-        self.batch_size = batch_size
-        n, rank, world = len(image_set), shard.rank, shard.world
+    def __init__(self, image_set: ImageSet, view: View, *, batch_size: int, **options: Any) -> None:
+        super().__init__(image_set, view, None, batch_size=batch_size, **options)
+        n, rank, world = len(image_set), self.shard.rank, self.shard.world
         self.first, self.last = n * rank // world, n * (rank + 1) // world
         self._count = math.ceil(math.ceil(n / world) / batch_size)
-        self._samples = Samples(image_set, view)
-        augment = Augment(interpolation=view.interpolation)
-        crop_pct = view.crop_pct if self.path == "resident" else 1.0
-        self._batches = self._maker(augment, seed=0, batch_size=batch_size, crop_pct=crop_pct)
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Batch]:
-        places = torch.arange(self.first, self.first + self._count * self.batch_size).split(self.batch_size)
-        chosen = [place.clamp(max=max(self.last - 1, 0)) for place in places]
-        pixels: Iterator[Tensor] = iter(())
-        if self._pixels is None:
-            keys = [[(0, index) for index in batch.tolist()] for batch in chosen]
-            pixels = read(self._samples, keys, self.workers, self.device)
-        zero = torch.zeros((), dtype=torch.int64, device=self.device)
-        for place, index in zip(places, chosen, strict=True):
-            sample = _sent(index, self.device)
-            with torch.no_grad():
-                made = self._batches.make(next(pixels) if self._pixels is None else self._pixels, sample, sample, zero)
-            yield Batch(*made, _sent((place < self.last).to(torch.float32), self.device), index)
+        return self._batches(self._parts)
+
+    def _parts(self) -> Iterator[Part]:
+        for position in torch.arange(self.first, self.first + self._count * self.batch_size).split(self.batch_size):
+            yield Part(0, position.clamp(max=max(self.last - 1, 0)), position)
 
 
 def epoch_length(images: int, repeats: int) -> int:
@@ -234,18 +219,11 @@ def _pixels(image_set: ImageSet, wanted: bool) -> np.ndarray | None:
         return pixels if wanted or pixels.nbytes <= RESIDENT else None
     if not wanted:
         return None
-    shape = image_set.read(0).shape
-    out = np.empty((len(image_set), *shape), np.uint8)
-    for i in range(len(image_set)):
-        image = image_set.read(i)
-        if image.shape != shape:
-            raise OptionError(
-                f"{image_set.where(i)} has shape {image.shape} and {image_set.where(0)} has {shape}: "
-                "images in device memory must be of one size. Use path='workers'."
-            )
-        out[i] = image
-    return out
-
-
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    images = [image_set.read(i) for i in range(len(image_set))]
+    other = next((i for i, image in enumerate(images) if image.shape != images[0].shape), None)
+    if other is not None:
+        raise OptionError(
+            f"{image_set.where(other)} has shape {images[other].shape} and {image_set.where(0)} has {images[0].shape}: "
+            "images in device memory must be of one size. Use path='workers'."
+        )
+    return np.stack(images)

@@ -19,7 +19,7 @@ from torch import Tensor
 from dmst.data import chance
 from dmst.data.loader import EvalStream
 from dmst.data.sets import ImageSet, subset
-from dmst.data.transforms import mask_in_view
+from dmst.data.workers import mask_in_view
 from dmst.engine import prepare
 from dmst.engine.classify import Photos
 from dmst.errors import OptionError

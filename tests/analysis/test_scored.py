@@ -18,7 +18,7 @@ from dmst.analysis.scored import Interval, Score, Scores, areas, bootstrap, inte
 from dmst.cli import app
 from dmst.data.loader import EvalStream, View
 from dmst.data.sets import ArraySet
-from dmst.data.transforms import mask_in_view
+from dmst.data.workers import mask_in_view
 from dmst.engine.prepare import read_weights
 from dmst.engine.samples import Sample, sample
 from dmst.errors import OptionError, ShapeError
