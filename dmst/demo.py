@@ -51,7 +51,7 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = 16,
     outcomes = []
     try:
         with ThreadPoolExecutor(workers) as pool:
-            for each in pool.map(lambda job: train_one(out, *job, epochs), jobs):
+            for each in pool.map(lambda job: train_one(out, job[0], job[1], epochs), jobs):
                 console.print(f"{each['model']}, seed {each['seed']}: accuracy {each['accuracies'][-1]:.1%}")
                 outcomes.append(each)
     except KeyboardInterrupt:  # the runs have heard it too, and have saved their last step

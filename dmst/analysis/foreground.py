@@ -27,43 +27,27 @@ from torch.nn import functional as F
 from dmst.analysis.membership import drawn
 from dmst.analysis.running import Tick, only_looking
 from dmst.analysis.scored import Interval, bootstrap
-from dmst.errors import OptionError, ShapeError
+from dmst.errors import OptionError
 from dmst.models import VisionModel
 
 MEASURES = ("iou_mean", "iou_area", "pointing")
 THING, BORDER = 1, 3
 
 
-def iou(values: Tensor, mask: Tensor, threshold: str = "mean") -> Tensor:
-    """(...): intersection over union of maps (..., h, w) and masks that broadcast to them, border left out.
+def measures(values: Tensor, mask: Tensor) -> Tensor:
+    """(..., measures) of maps (..., h, w) and masks that broadcast to them; the border does not count.
 
-    threshold "mean": above the map's own mean. "area": as many of the largest values as the mask has pixels of the thing, and
-    ties with the last of them.
+    At the mask's area, as many of the largest values are marked as the mask has pixels of the thing, and ties with the last.
     """
-    values, thing, counted = _flat(values, mask)
-    if threshold == "mean":
-        mean = (values * counted).sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
-        marked = (values > mean) & counted
-    else:
-        area = thing.sum(-1, keepdim=True)
-        ranked = values.masked_fill(~counted, -torch.inf).sort(-1, descending=True).values
-        last = ranked.gather(-1, (area - 1).clamp(min=0))
-        marked = (values >= last) & counted & (area > 0)
-    return (marked & thing).sum(-1) / (marked | thing).sum(-1).clamp(min=1)
-
-
-def pointing(values: Tensor, mask: Tensor) -> Tensor:
-    """(...): 1 where the largest value of a map lies on the thing, else 0; the border cannot be pointed at."""
-    values, thing, counted = _flat(values, mask)
-    place = values.masked_fill(~counted, -torch.inf).argmax(-1, keepdim=True)
-    return thing.gather(-1, place)[..., 0].float()
-
-
-def _flat(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if values.shape[-2:] != mask.shape[-2:]:
-        raise ShapeError(f"a map of {tuple(values.shape[-2:])} and a mask of {tuple(mask.shape[-2:])}: stretch the map first.")
     values, mask = (each.flatten(-2) for each in torch.broadcast_tensors(values, mask))
-    return values, mask == THING, mask != BORDER
+    thing, counted = mask == THING, mask != BORDER
+    mean = (values * counted).sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
+    area, ranked = thing.sum(-1, keepdim=True), values.masked_fill(~counted, -torch.inf).sort(-1, descending=True)
+    last = ranked.values.gather(-1, (area - 1).clamp(min=0))
+    marks = ((values > mean) & counted, (values >= last) & counted & (area > 0))
+    iou = [(marked & thing).sum(-1) / (marked | thing).sum(-1).clamp(min=1) for marked in marks]
+    peak = values.masked_fill(~counted, -torch.inf).argmax(-1, keepdim=True)
+    return torch.stack((*iou, thing.gather(-1, peak)[..., 0].float()), -1)
 
 
 @dataclass(frozen=True)
@@ -112,9 +96,9 @@ def foreground(model: VisionModel, batches: Iterable[tuple[Tensor, Tensor]], *, 
         for layer in range(len(trace.layers)):
             what, small = drawn(trace, layer)
             full = F.interpolate(small, tuple(masks.shape[-2:]), mode="bilinear", align_corners=False)
-            rows.append(_measures(full, masks[:, None]))
+            rows.append(measures(full, masks[:, None]))
         found.append(torch.stack(rows, 1))
-        centre.append(_measures(_centre(masks), masks))
+        centre.append(measures(_centre(masks), masks))
         share.append((masks == THING).sum((-2, -1)) / (masks != BORDER).sum((-2, -1)).clamp(min=1))
         tick(len(images))
     if not found:
@@ -142,11 +126,6 @@ def _layer(layer: int, values: np.ndarray) -> LayerForeground:
     """From values (b, heads, measures)."""
     best = {measure: bootstrap(_cross_chosen(values[..., m])[0]) for m, measure in enumerate(MEASURES)}
     return LayerForeground(layer, best, dict(zip(MEASURES, np.median(values.mean(0), 0).tolist(), strict=True)))
-
-
-def _measures(values: Tensor, mask: Tensor) -> Tensor:
-    """(..., measures) of maps (..., h, w)."""
-    return torch.stack((iou(values, mask, "mean"), iou(values, mask, "area"), pointing(values, mask)), -1)
 
 
 def _centre(masks: Tensor) -> Tensor:

@@ -5,9 +5,9 @@
 
     output = bias + sum_k update_k(g_k) W_out,k, so head k off takes exactly update_k W_out,k away (theory: g = 0 skips a head)
 
-The forced gate replaces the computed one between two steps of the reference kernel, whatever `use_kernels` says; memberships
-and moments stay as they are, since neither depends on the gate. `trace` and `decompose` show the forced gate too. A graph that
-was exported before does not know of it; torch.compile does, and compiles again.
+The forced gate replaces the computed one in `steps`, in plain torch, whatever `use_kernels` says; memberships and moments stay
+as they are, since neither depends on the gate. `trace` and `decompose` show the forced gate too. A graph that was exported
+before does not know of it; torch.compile does, and compiles again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dmst import kernels
 from dmst.errors import OptionError, ShapeError, number, shown
-from dmst.kernels import Weights, reference
+from dmst.kernels import reference
 from dmst.models import VisionModel
 from dmst.operators import MHSA, MSSA, XCA, Operator
-from dmst.operators.base import Grid, Parts
+from dmst.operators.base import Grid
 from dmst.operators.family import TokenStatistics
 
 Value = float | Tensor  # one gate for all images, or one an image: (b,)
@@ -77,29 +76,16 @@ def _value(value: Value) -> Value:
 
 @contextmanager
 def _gates_of(operator: TokenStatistics, values: Mapping[int, Value]) -> Iterator[None]:
-    """The operator's own steps with these gates put in between; the attributes of the instance go again afterwards."""
+    """The operator's own steps with these gates put in, in plain torch; the attributes of the instance go again afterwards."""
     if operator.form.gate is None and any(isinstance(value, Tensor) or value != 0 for value in values.values()):
         raise OptionError(f"{type(operator).__name__} has no gate here: its heads can be switched off (0), not weighed.")
-    before = {name: operator.__dict__.get(name) for name in ("forward", "decompose")}
-    forced = dict(getattr(before["forward"], "forced", {})) | dict(values)
+    inner, before = operator.steps, {name: operator.__dict__.get(name) for name in ("steps", "is_plain")}
 
-    def steps(z: Tensor, grid: Grid) -> tuple[reference.Steps, Weights, torch.dtype]:
-        operator.check(z)
-        found = operator.steps(z, grid)
-        return found._replace(gate=_with(found, forced)), operator.weights(), kernels.compute_dtype(z)
+    def steps(z: Tensor, grid: Grid = None) -> reference.Steps:
+        found = inner(z, grid)
+        return found._replace(gate=_with(found, values))
 
-    def forward(z: Tensor, *, grid: Grid = None) -> Tensor:
-        found, weights, dtype = steps(z, grid)
-        with kernels.without_autocast(z):
-            out = reference.project_out(reference.update_of(found, weights.theta, operator.form), weights, dtype)
-        return operator.proj_drop(out)
-
-    def decompose(z: Tensor, *, grid: Grid = None) -> Parts:
-        found, _, _ = steps(z, grid)
-        return Parts(projected=found.projected, membership=found.membership, gate=found.gate)
-
-    forward.forced = forced  # type: ignore[attr-defined]
-    operator.__dict__ |= {"forward": forward, "decompose": decompose}  # not the class: other layers stay as they are
+    operator.__dict__ |= {"steps": steps, "is_plain": lambda: False}  # not the class: other layers stay as they are
     try:
         yield
     finally:

@@ -148,10 +148,6 @@ def sheet(trace: Trace, images: Tensor, layer: int = -1, *, gradients: Tensor | 
     image alone. Takes the first images of the trace, or all of them. Layers with rows of attention show what the patches
     receive; a head's largest is written under it. With `gradients`, of `gradient_map`, there is one more tile at the end.
     """
-    if images.ndim != 4 or not 1 <= len(images) <= len(trace.logits):
-        raise OptionError(
-            f"images has shape {tuple(images.shape)}: it must be (images, channels, h, w), at most {len(trace.logits)} images."
-        )
     rows = []
     for i, image in enumerate(images):
         rows.append(_row(trace, layer, i, fit(picture(image), size), "image"))
@@ -164,10 +160,6 @@ def layers_sheet(
     trace: Trace, image: Tensor, index: int = 0, *, layers: Sequence[int] | None = None, size: int = 160
 ) -> Pixels:
     """One picture of one image (c, h, w), number `index` of the trace: layers (all, or `layers`) down, heads across."""
-    if image.ndim != 3 or not 0 <= index < len(trace.logits):
-        raise OptionError(
-            f"image has shape {tuple(image.shape)} and index {index}: one image (c, h, w) of the {len(trace.logits)} traced."
-        )
     plain, depth = fit(picture(image), size), len(trace.layers)
     return lay_out([_row(trace, i, index, plain, f"layer {i % depth}") for i in (range(depth) if layers is None else layers)])
 

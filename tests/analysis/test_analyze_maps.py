@@ -16,7 +16,6 @@ from dmst.analysis.membership import colour, ends, fit, layers_sheet, overlay, p
 from dmst.cli import app
 from dmst.engine.prepare import read_weights
 from dmst.engine.samples import sample
-from dmst.errors import OptionError
 from dmst.models import Trace, VisionModel
 
 GAP, LINE = 6, 16
@@ -99,15 +98,6 @@ def test_colour_is_the_map_s_alone_and_every_patch_a_square() -> None:
 )
 def test_what_the_ends_of_the_colours_stand_for(values: list[float], what: str, wanted: tuple[float, float]) -> None:
     assert ends(torch.tensor(values), what) == pytest.approx(wanted)
-
-
-def test_wrong_requests_are_refused() -> None:
-    _, trace, images = traced()
-    for image, index in ((images, 0), (images[0], 3), (images[0], -1)):
-        with pytest.raises(OptionError, match="one image"):
-            layers_sheet(trace, image, index)
-    with pytest.raises(OptionError, match="layers 0 to 3"):
-        layers_sheet(trace, images[0], layers=[4])
 
 
 def test_the_command_draws_what_was_traced(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ every = pytest.mark.parametrize("case", KINDS, ids=cases.label)
 def clean(model: VisionModel) -> bool:
     modules = list(model.modules())
     return not any(
-        "forward" in m.__dict__ or "decompose" in m.__dict__ or m._forward_hooks or m._forward_pre_hooks for m in modules
+        "steps" in m.__dict__ or "is_plain" in m.__dict__ or m._forward_hooks or m._forward_pre_hooks for m in modules
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from dmst.analysis.foreground import BORDER, foreground, iou, pointing
+from dmst.analysis.foreground import BORDER, foreground, measures
 from dmst.analysis.membership import attention_received, drawn, maps
 from dmst.analysis.scored import Interval, Score, Scores, areas, bootstrap, interpolated, orders_of, scored
 from dmst.cli import app
@@ -21,7 +21,7 @@ from dmst.data.sets import ArraySet
 from dmst.data.workers import mask_in_view
 from dmst.engine.prepare import read_weights
 from dmst.engine.samples import Sample, sample
-from dmst.errors import OptionError, ShapeError
+from dmst.errors import OptionError
 from tests.networks import build, images
 
 PATCH, NEEDED = 2, (0, 7, 8)  # of a grid of 3 x 4: rows and columns differ
@@ -186,21 +186,13 @@ def test_bad_requests_are_refused() -> None:
 MASK = torch.tensor([[1, 1, 2, 2], [1, 1, 2, 2], [2, 2, 2, 2]])
 
 
-def test_known_ious() -> None:
+def test_known_measures() -> None:
     same = (MASK == 1).float()
-    moved = same.roll(1, -1)  # 2 x 2 squares that share two of six pixels
-    away = same.roll(2, -1)
-    for threshold in ("mean", "area"):
-        assert iou(same, MASK, threshold).item() == 1
-        assert iou(moved, MASK, threshold).item() == pytest.approx(1 / 3)
-        assert iou(away, MASK, threshold).item() == 0
+    moved, away = same.roll(1, -1), same.roll(2, -1)  # 2 x 2 squares that share two of six pixels, and none
     stack = torch.stack((same, moved, away))[None]
-    assert iou(stack, MASK[None, None]).tolist() == [pytest.approx([1, 1 / 3, 0])]
+    assert measures(stack, MASK[None, None])[0].tolist() == [[1, 1, 1], pytest.approx([1 / 3, 1 / 3, 1]), [0, 0, 0]]
     wide = torch.tensor([[9.0, 8, 7, 6], [5, 4, 3, 2], [1, 0, 0, 0]])  # its mean, 3.75, marks six; the area marks four
-    assert iou(wide, MASK, "mean").item() == pytest.approx(4 / 6)
-    assert iou(wide, MASK, "area").item() == pytest.approx(2 / 6)
-    with pytest.raises(ShapeError, match="stretch"):
-        iou(same[:2], MASK)
+    assert measures(wide, MASK).tolist() == pytest.approx([4 / 6, 2 / 6, 1])
 
 
 def test_the_border_does_not_count() -> None:
@@ -208,12 +200,9 @@ def test_the_border_does_not_count() -> None:
     mask[:, 2] = BORDER
     values = torch.zeros(3, 4)
     values[:, 2], values[0, 0] = 9.0, 5.0  # the largest values on the border
-    assert pointing(values, mask).item() == 1
-    assert pointing(values, MASK).item() == 0
-    on_the_thing = (MASK == 1).float() + (mask == BORDER).float()
-    assert iou(on_the_thing, mask).item() == 1
-    nothing = torch.full((3, 4), 2)
-    assert iou(values, nothing).item() == 0 and pointing(values, nothing).item() == 0
+    assert measures(values, mask)[2] == 1 and measures(values, MASK)[2] == 0
+    assert measures((MASK == 1).float() + (mask == BORDER).float(), mask)[0] == 1
+    assert measures(values, torch.full((3, 4), 2)).tolist() == [0, 0, 0]  # nothing to find
 
 
 def test_bootstrap_intervals() -> None:
@@ -247,9 +236,8 @@ def test_foreground_reads_the_maps_of_the_trace(family: str) -> None:
     assert row.best["iou_area"].mean == pytest.approx(1) and row.best["pointing"].mean == 1
     assert row.median["iou_mean"] < 1
     every = F.interpolate(drawn(trace, 0)[1], (32, 48), mode="bilinear", align_corners=False)
-    for measure, direct in (("iou_mean", "mean"), ("iou_area", "area")):
-        told = iou(every, masks[:, None], direct).mean(0)
-        assert found.layers[0].median[measure] == pytest.approx(np.median(told.numpy()), abs=1e-6)
+    told = measures(every, masks[:, None]).mean(0)  # (heads, measures)
+    assert list(found.layers[0].median.values()) == pytest.approx(np.median(told.numpy(), 0), abs=1e-6)
     assert found.best["iou_area"].mean == pytest.approx(1) and found.head["iou_area"] == ((1, 2), (1, 2))
     assert found.share == pytest.approx((masks == 1).float().mean().item())
     assert found.ahead["iou_area"].low > 0 and "finds the object better" in found.verdict
