@@ -172,6 +172,7 @@ def test_a_missing_folder_is_told_with_the_names_that_ship() -> None:
         prepare.read_weights("dmst_digit")
 
 
+@pytest.mark.slow  # verifies every set of weights that ships
 def test_the_command() -> None:
     said = CliRunner().invoke(cli.app, ["models", "--verify"])
     assert said.exit_code == 0
