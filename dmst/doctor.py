@@ -57,7 +57,6 @@ class Facts:
     versions: Mapping[str, str | None]  # None: absent
     devices: tuple[Device, ...]  # the CPU first, then what torch can use
     cuda_build: str | None = None  # of torch
-    cuda_says: str = ""  # torch's complaint when it was asked for its devices
     gpu: bool = False  # an NVIDIA GPU, seen without torch
     triton: str = ""  # what is wrong with it
     broken: Mapping[str, str] = field(default_factory=dict)  # package -> why it does not import
@@ -71,12 +70,10 @@ class Facts:
 def gather() -> Facts:
     """Look at this machine."""
     versions = {name: next((d.version for d in metadata.distributions(name=name)), None) for name in PACKAGES}
-    devices, complaint = _cuda_devices()
     return Facts(
         {"dmst": dmst.__version__, "Python": platform.python_version(), "torch": torch.__version__, **versions},
-        (Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads"), *devices),
+        (Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads"), *_cuda_devices()),
         cuda_build=torch.version.cuda,
-        cuda_says=complaint,
         gpu=_gpu_seen(),
         triton=tidy(choice.triton_problem()),
         broken={name: problem for name in OPTIONAL if versions[name] and (problem := import_problem(name))},
@@ -105,20 +102,13 @@ def _gpu_seen() -> bool:
     return command is not None and "GPU " in subprocess.run([command, "-L"], capture_output=True, text=True).stdout
 
 
-def _cuda_devices() -> tuple[list[Device], str]:
-    """What torch can use, and its complaint if it has one."""
+def _cuda_devices() -> list[Device]:
     found = []
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-                card = torch.cuda.get_device_properties(index)
-                what = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, compute capability {card.major}.{card.minor}"
-                torch.ones(1, device=f"cuda:{index}").add(1).item()  # a card may be listed and yet run nothing
-                found.append(Device(f"cuda:{index}", what, (card.major, card.minor)))
-        except Exception as error:  # a driver has many ways to fail, and each means the same here
-            return found, tidy(error)
-    return found, tidy(said[0].message) if said else ""
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        card = torch.cuda.get_device_properties(index)
+        what = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, compute capability {card.major}.{card.minor}"
+        found.append(Device(f"cuda:{index}", what, (card.major, card.minor)))
+    return found
 
 
 # --- which kernel, and why ------------------------------------------------------------------------------------------
@@ -169,7 +159,6 @@ def usual(device: torch.device) -> torch.dtype:
 
 BARS = {torch.float32: (1e-6, 2e-6), torch.bfloat16: (5e-3, 1e-2), torch.float16: (1e-3, 2e-3)}  # output, gradients
 SHAPE = 2, 401, 384  # where leaving six of eight heads out pays
-LAYERS: dict[str, dict[str, Any]] = {"tssa": {}, "dmsa": {"membership_bias": True}}
 
 
 @dataclass(frozen=True)
@@ -184,26 +173,23 @@ class Check:
 
 
 def self_test(devices: Iterable[Device]) -> list[Check]:
-    """What a user of these devices runs, in training and in inference, in the dtypes that are used there."""
+    """DMSA, which uses every kernel, as these devices run it: in training, in inference, in the dtypes that are used there."""
     checks = []
     for device in (torch.device(device.name) for device in devices):
         for dtype in BARS if device.type == "cuda" else (torch.float32,):
-            for name in LAYERS:
-                layer = _layer(name, dtype)
-                for grad in (True, False):
-                    kernel = kernel_of(layer.to(device), torch.empty(SHAPE, device=device), dtype, grad)
-                    checks.append(Check(str(device), name, kernel, _name(dtype), problem_of(layer, device, dtype, grad)))
+            layer = _layer(dtype).to(device)
+            for grad in (True, False):
+                kernel = kernel_of(layer, torch.empty(SHAPE, device=device), dtype, grad)
+                checks.append(Check(str(device), "dmsa", kernel, _name(dtype), problem_of(layer, device, dtype, grad)))
     return checks
 
 
-def _layer(name: str, dtype: torch.dtype) -> TokenStatistics:
-    """Weights that `dtype` can hold."""
+def _layer(dtype: torch.dtype) -> TokenStatistics:
+    """Weights that `dtype` can hold; gates that differ, and some close."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        layer = create(name, SHAPE[-1], HEADS, **LAYERS[name])
-        assert isinstance(layer, TokenStatistics)
-        if layer.assign is not None:
-            layer.assign.bias.copy_(0.4 * torch.arange(HEADS))  # gates differ, and some close
+        layer: Any = create("dmsa", SHAPE[-1], HEADS, membership_bias=True)
+        layer.assign.bias.copy_(0.4 * torch.arange(HEADS))
     return layer.to(dtype).float()
 
 
@@ -252,40 +238,42 @@ class Finding:
     remedy: str
 
 
-REMEDIES = {
-    "cpu build": "install a CUDA build of torch; https://pytorch.org/get-started/locally shows the pip command",
-    "driver": "unset CUDA_VISIBLE_DEVICES if it hides the GPU; install an NVIDIA driver new enough for this CUDA; "
-    "in a container, pass the GPU in (--gpus all)",
-    "triton": "pip install --upgrade 'dmst[kernels]'; until then the plain kernels are used",
+BROKEN = {
     "torchvision": f"{PAIR_REMEDY}; dmst itself does not need torchvision, only dmst[timm] does",
     "timm": "pip install --force-reinstall 'dmst[timm]'; dmst itself does not need it",
-    "fused": 'call dmst.use_kernels("reference") first, and report this with the output of dmst doctor --json',
-    "plain": "torch gives wrong results here: pip install --force-reinstall torch, or report this with dmst doctor --json",
 }
 
 
 def examine(facts: Facts, checks: Iterable[Check]) -> list[Finding]:
     """What is wrong on this machine, problems first."""
-    found, best = [], facts.best
+    problems, notes, best = [], [], facts.best
     if facts.gpu and best.name == "cpu":
-        build = f"for CUDA {facts.cuda_build} cannot use it. {facts.cuda_says}" if facts.cuda_build else "is a CPU build"
-        what = f"this machine has an NVIDIA GPU, but torch {facts.versions['torch']} {build}".strip()
-        found.append(Finding("problem", what, REMEDIES["driver" if facts.cuda_build else "cpu build"]))
+        what = f"this machine has an NVIDIA GPU, but torch {facts.versions['torch']}"
+        if facts.cuda_build:
+            what += f" for CUDA {facts.cuda_build} cannot use it"
+            remedy = "unset CUDA_VISIBLE_DEVICES if it hides the GPU; install an NVIDIA driver new enough for this CUDA; "
+            remedy += "in a container, pass the GPU in (--gpus all)"
+        else:
+            what += " is a CPU build"
+            remedy = "install a CUDA build of torch; https://pytorch.org/get-started/locally shows the pip command"
+        problems.append((what, remedy))
     if (0, 0) < best.capability < choice.OLDEST_DEVICE:
         oldest = ".".join(map(str, choice.OLDEST_DEVICE))
         what = f"{best.name} ({best.what}) is too old for the fused kernels, which need {oldest}"
-        found.append(Finding("note", what, "nothing to do: the plain kernels are used"))
+        notes.append((what, "nothing to do: the plain kernels are used"))
     elif facts.triton and best.name != "cpu":
-        found.append(Finding("problem", f"the fused kernels cannot be used on this GPU: {facts.triton}", REMEDIES["triton"]))
+        remedy = "pip install --upgrade 'dmst[kernels]'; until then the plain kernels are used"
+        problems.append((f"the fused kernels cannot be used on this GPU: {facts.triton}", remedy))
     for name, message in facts.broken.items():
         if not (name == "timm" and "torchvision" in facts.broken):  # which it imports: one cause, one finding
-            found.append(Finding("note", f"{name} cannot be imported: {message}", REMEDIES[name]))
-    found += [Finding("note", what, "only needed if you use this operator") for what in facts.operators]
+            notes.append((f"{name} cannot be imported: {message}", BROKEN[name]))
+    notes += [(what, "only needed if you use this operator") for what in facts.operators]
     for test in checks:
         if test.problem:
             what = f"self-test of {test.operator} ({test.kernel}) in {test.dtype} on {test.device}: {test.problem}"
-            found.append(Finding("problem", what, REMEDIES["fused" if test.kernel == "fused" else "plain"]))
-    return sorted(found, key=lambda finding: finding.level != "problem")
+            remedy = 'call dmst.use_kernels("reference") first' if test.kernel == "fused" else "reinstall torch"
+            problems.append((what, f"{remedy}, and report this with the output of dmst doctor --json"))
+    return [Finding("problem", *each) for each in problems] + [Finding("note", *each) for each in notes]
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------
@@ -293,25 +281,24 @@ def examine(facts: Facts, checks: Iterable[Check]) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Report:
+    well: bool
     facts: Facts
     operators: list[Row]
     checks: list[Check]
     findings: list[Finding]
-
-    @property
-    def well(self) -> bool:
-        return all(finding.level != "problem" for finding in self.findings)
 
 
 def diagnose() -> Report:
     """Look, test and judge."""
     facts = gather()
     checks = self_test(dict.fromkeys((facts.devices[0], facts.best)))  # of several GPUs, the newest
-    return Report(facts, operator_table(torch.device(facts.best.name)), checks, examine(facts, checks))
+    findings = examine(facts, checks)
+    well = all(finding.level != "problem" for finding in findings)
+    return Report(well, facts, operator_table(torch.device(facts.best.name)), checks, findings)
 
 
 def as_json(report: Report) -> str:
-    return json.dumps({"well": report.well, **dataclasses.asdict(report)}, indent=1)
+    return json.dumps(dataclasses.asdict(report), indent=1)
 
 
 def show(report: Report) -> None:
@@ -335,8 +322,7 @@ def show(report: Report) -> None:
     tests = [(c.operator, c.kernel, c.device, c.dtype, "failed" if c.problem else "ok") for c in report.checks]
     table("Self-test against float64", ("operator", "kernel", "device", "dtype", "result"), tests)
     for finding in report.findings:
-        colour = "red" if finding.level == "problem" else "yellow"
-        console.print(Text.assemble((finding.level, f"bold {colour}"), f" {finding.what}"), soft_wrap=True)
+        say(f"{finding.level} {finding.what}", style="red" if finding.level == "problem" else "yellow")
         say(f"  remedy: {finding.remedy}")
     problems = sum(finding.level == "problem" for finding in report.findings)
-    say("No problems found.", style="bold green") if report.well else say(f"Problems found: {problems}.", style="bold red")
+    say(f"Problems found: {problems}." if problems else "No problems found.")
