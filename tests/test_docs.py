@@ -148,7 +148,9 @@ def test_answers_without_heads_are_those_of_the_file() -> None:
         ("docs/claims.md", "{0} of the 10,000"),
         ("docs/lab-notes.md", "{0} and {1} of"),
     ):
-        assert words.format(f"{ours['as it is']:,}", f"{ours['all heads off']:,}") in (ROOT / document).read_text(), document
+        assert words.format(f"{ours['as it is']:,}", f"{ours['all heads off']:,}") in " ".join(
+            (ROOT / document).read_text().split()
+        ), document
 
 
 def test_nothing_of_one_machine_is_written_down() -> None:
