@@ -85,8 +85,6 @@ def measure(
 
 def batches_of(images: Tensor | Iterable[Any], batch_size: int = 64) -> Iterator[Tensor]:
     """Tensors of images, whatever holds them; an error where there are none."""
-    if batch_size < 1:
-        raise OptionError(f"batch_size is {batch_size}: it must be at least 1.")
     count = 0
     for batch in images.split(batch_size) if isinstance(images, Tensor) else images:
         some = batch[0] if isinstance(batch, tuple | list) else batch

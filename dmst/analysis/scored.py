@@ -75,13 +75,8 @@ def areas(
 
     `first` numbers the images, so that the noise of `road` belongs to an image and not to its batch.
     """
-    choose("test", test, TESTS)
-    if steps < 1:
-        raise OptionError(f"steps is {steps}: it must be at least 1.")
     b, _, h, w = images.shape
     grid = (h // patch_size, w // patch_size)
-    if importance.shape != (b, grid[0] * grid[1]):
-        raise OptionError(f"importance has shape {tuple(importance.shape)}: it must be {(b, grid[0] * grid[1])}, one a patch.")
     # ties go to the patch that comes first
     rank = importance.argsort(dim=-1, descending=True, stable=True).argsort(-1)
     mean = images.mean((-2, -1), keepdim=True).expand_as(images)
@@ -221,8 +216,8 @@ def scored(
     """
     if not model.config.num_classes:
         raise OptionError("the network has no classifier (num_classes is 0), so it predicts nothing that could be scored.")
-    if draws < 1:
-        raise OptionError(f"draws is {draws}: it must be at least 1.")
+    for test in tests:
+        choose("test", test, TESTS)
     found: dict[tuple[str, str], list[Tensor]] = {}
     count, patches, size = 0, 0, model.config.patch_size
     for some in batches_of(images, batch_size):

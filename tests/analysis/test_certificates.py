@@ -151,20 +151,6 @@ def written_out(block: Any, layer: Any, grid: Any, c: float) -> dict[str, Tensor
 
 
 @torch.no_grad()
-def test_the_step_is_the_one_that_is_applied() -> None:
-    """A scale of 0 changes nothing; half of it halves lin and quarters quad."""
-    model = network(depth=1)
-    whole = certify(model, IMAGES).layers[0].total
-    model.blocks[0].residual.scale.mul_(0.5)
-    half = certify(model, IMAGES).layers[0].total
-    assert half["lin"].mean == pytest.approx(whole["lin"].mean / 2, rel=1e-4)
-    assert half["quad"].mean == pytest.approx(whole["quad"].mean / 4, rel=1e-4)
-    model.blocks[0].residual.scale.zero_()
-    still = certify(model, IMAGES).layers[0]
-    assert still.total["frozen"].mean == still.descends == 0
-
-
-@torch.no_grad()
 def test_proximal_with_a_scalar_scale_descends_and_a_negative_one_climbs() -> None:
     """Whatever the weights, every layer, image and head."""
     for seed in range(3):

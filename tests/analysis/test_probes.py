@@ -36,8 +36,6 @@ def test_batches_of_any_size_give_the_same_numbers() -> None:
     for nothing in ([], [IMAGES[:0]]):
         with pytest.raises(OptionError, match="no images"):
             measure(model, nothing, lambda *_: None)
-    with pytest.raises(OptionError, match="batch_size is 0"):
-        measure(model, IMAGES, lambda *_: None, batch_size=0)
 
 
 def test_they_are_the_rates_and_the_gates() -> None:

@@ -135,12 +135,6 @@ def test_one_image_has_no_spread() -> None:
     assert all(math.isnan(x) for x in found.std["coding"]) and plain(found)["std"]["coding"] == [None] * 3
 
 
-def test_names_are_no_markup(tmp_path: Path) -> None:
-    save_model(create_model("dmst_digits", depth=1), tmp_path / "a[/b]")
-    told = CliRunner().invoke(cli.app, ["analyze", "rates", str(tmp_path / "a[/b]"), "--limit", "5", "--device", "cpu"])
-    assert told.exit_code == 0 and "a[/b]" in "".join(told.output.split())
-
-
 def test_bad_input() -> None:
     with pytest.raises(UnknownNameError, match="input"):
         layer_rates(network(), IMAGES, at="inputs")
