@@ -44,7 +44,7 @@ def records(labels: list[int], images: np.ndarray, *, coarse: bool = False) -> b
     return b"".join(head + bytes([label]) + row.tobytes() for label, row in zip(labels, rows, strict=True))
 
 
-def sample(key: str, image: np.ndarray, label: int | bytes | None, ending: str = "png") -> dict[str, bytes]:
-    """One sample of a WebDataset shard; a label of bytes is JSON."""
-    told = {} if label is None else {f"{key}.json": label} if isinstance(label, bytes) else {f"{key}.cls": str(label).encode()}
+def sample(key: str, image: np.ndarray, label: int | None, ending: str = "png") -> dict[str, bytes]:
+    """One sample of a WebDataset shard."""
+    told = {} if label is None else {f"{key}.cls": str(label).encode()}
     return {f"{key}.{ending}": encoded(image), **told}

@@ -56,7 +56,6 @@ class Entry(NamedTuple):
     site: str = ""  # where `dmst data fetch` gets the files
     files: tuple[File, ...] = ()
     by_hand: str = ""  # where it gets none: what to do
-    pickles: tuple[str, ...] = ()  # another form that the authors publish, known and refused
 
     @property
     def class_count(self) -> int:
@@ -123,7 +122,6 @@ CATALOG: Mapping[str, Entry] = {
         format=arrays.cifar("cifar-10-batches-bin"),
         site="https://www.cs.toronto.edu/~kriz",
         files=(File("cifar-10-binary.tar.gz", 170_052_171, "c32a1d4ab5d03f1284b67883e8d87530", "cifar-10-batches-bin"),),
-        pickles=("cifar-10-batches-py", "cifar-10-python.tar.gz"),
     ),
     "cifar100": Entry(
         title="CIFAR-100",
@@ -137,7 +135,6 @@ CATALOG: Mapping[str, Entry] = {
         format=arrays.cifar("cifar-100-binary"),
         site="https://www.cs.toronto.edu/~kriz",
         files=(File("cifar-100-binary.tar.gz", 168_513_733, "03b5dce01913d631647c71ecec9e9cb8", "cifar-100-binary"),),
-        pickles=("cifar-100-python", "cifar-100-python.tar.gz"),
     ),
     "svhn": Entry(
         title="SVHN, cropped digits",
@@ -241,12 +238,6 @@ def _read(entry: Entry, asked: Asked, folder: Path) -> ImageSet:
     assert entry.format
     if (place := located(entry, asked.split, folder)) is not None:
         return entry.format.read(place, asked)
-    for name in entry.pickles:
-        if (folder / name).exists():
-            raise BadFileError(
-                f"{folder / name} holds python batches, which are pickles: refused, for reading a pickle can run code. "
-                f"Get the binary ones, {entry.files[0].path}, with `dmst data fetch {asked.name}`."
-            )
     remedy = f"`dmst data fetch {asked.name}` gets it, or says how; if it is elsewhere,"
     raise BadFileError(
         f"{asked.name} {asked.split} is not in {folder}. Looked for: {' or '.join(entry.format.places[asked.split])} "

@@ -1,12 +1,11 @@
 """Every image of a set is decoded once before a run begins: a bad file is named now, not in the ninth hour.
 
-    scan(image_set, on_bad="fail")      nothing is bad, or one BadImageError lists what is
-    scan(image_set, on_bad="skip")      the indices that are left out: at most 0.1 % of the set (or one image)
-    scan_all({"train": ..., "eval": ...})   the same for several sets: one error lists the bad images of all of them
+    scan_all({"train": ..., "eval": ...}, on_bad="fail")    nothing is bad, or one BadImageError lists what is, of all sets
+    on_bad="skip"                                           what is left out: at most 0.1 % of each set (or one image)
 
 It also hashes the content of every file: names and sizes do not tell when two class folders were exchanged. The result is kept
-in `cache`, a JSON file, by the fingerprint of the set and the version of Pillow, for as long as no file has another size, time
-or place on the disk, so that a run that resumes does not look again and leaves out the same images.
+in a JSON file, for as long as the set, its files on the disk and the version of Pillow stay: a run that resumes does not look
+again, and leaves out the same images.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import PIL
 
 from dmst import atomic
 from dmst.data.sets import ImageSet, digest
-from dmst.errors import BadImageError, choose
+from dmst.errors import BadImageError, DmstError, choose
 
 SHARE = 1000  # one image in so many may be bad
 LISTED = 200
@@ -38,11 +37,6 @@ Bad = dict[int, str]  # by index, the reason
 class Scanned(NamedTuple):
     bad: Bad
     content: str = ""  # one hash of all images; none where the fingerprint of the set is that
-
-
-def scan(image_set: ImageSet, *, cache: Path | None = None, **options: Any) -> frozenset[int]:
-    """The indices of the bad images of one set; options as of `scan_all`."""
-    return frozenset(scan_all({"": image_set}, caches={"": cache}, **options)[""].bad)
 
 
 def scan_all(
@@ -79,14 +73,13 @@ def look(
     """What the cache says of the set if its files are as they were, else what is found now, and the text of a new cache."""
     if image_set.pixels() is not None:  # decoded long ago
         return Scanned({}), ""
-    held, key, stamp = _read(cache) if cache else {}, f"{image_set.fingerprint} Pillow {PIL.__version__}", image_set.stamp()
-    known = _known(held.get(key), image_set, stamp)
+    key = digest(image_set.fingerprint, PIL.__version__, image_set.stamp())
+    known = _known(cache, key) if cache else None
     if known is not None:
         return known, ""
     scanned = _look(image_set, workers, tick or (lambda done, total: None))
-    bad = {str(index): reason for index, reason in scanned.bad.items()}
-    mine = {"set": str(image_set), "images": len(image_set), "bad": bad, "stamp": stamp, "content": scanned.content}
-    return scanned, json.dumps(held | {key: mine}, indent=1) + "\n"
+    held = {"key": key, "set": str(image_set), "bad": scanned.bad, "content": scanned.content}
+    return scanned, json.dumps(held, indent=1) + "\n"
 
 
 def _look(image_set: ImageSet, workers: int, tick: Callable[[int, int], None]) -> Scanned:
@@ -109,11 +102,9 @@ def _look(image_set: ImageSet, workers: int, tick: Callable[[int, int], None]) -
         try:
             return gather(pool.map(_work, stretches))
         except BrokenProcessPool as error:
-            at = stretches[len(marks)]
-            raise BadImageError(
-                f"{image_set.where(at.start)} or one of the {workers * STRETCH} after it",
-                "the process that decoded it died. Mostly memory ran out: use fewer workers, or workers=0, which stops at the "
-                'file. (A script that starts workers keeps its own code under if __name__ == "__main__":.)',
+            raise DmstError(
+                "a process that looks at images has died. Mostly memory ran out: use fewer workers. (A script that starts "
+                'workers keeps its own code under if __name__ == "__main__":.)'
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)  # a Ctrl-C does not wait for all images
@@ -166,19 +157,11 @@ def _refusal(image_set: ImageSet, bad: Bad, on_bad: str, most: int) -> BadImageE
     return BadImageError(str(image_set), "\n".join([told, *rows, *more, f"Replace or remove them{skip}."]))
 
 
-def _read(cache: Path) -> dict[str, Any]:
+def _known(cache: Path, key: str) -> Scanned | None:
+    """What an earlier scan of the same files found; None where there was none, or where the cache is damaged."""
     try:
         held = json.loads(cache.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return held if isinstance(held, dict) else {}
-
-
-def _known(held: Any, image_set: ImageSet, stamp: str) -> Scanned | None:
-    """What an earlier scan found; None where there was none, where files have changed, or where the cache is damaged."""
-    try:
         bad = {int(index): str(reason) for index, reason in held["bad"].items()}
-        sound = held["images"] == len(image_set) and all(0 <= index < len(image_set) for index in bad)
-        return Scanned(bad, str(held["content"])) if sound and held["stamp"] == stamp else None
-    except (TypeError, KeyError, ValueError, AttributeError):
+        return Scanned(bad, str(held["content"])) if held["key"] == key else None
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return None

@@ -30,11 +30,10 @@ import numpy as np
 from PIL import Image
 
 from dmst.data.images import FORMATS, MOST_ASPECT, MOST_BYTES, MOST_PIXELS, decode
-from dmst.data.scan import scan
 from dmst.errors import BadImageError
 from soak.case import Case
 from tests.data.test_images import BUILT, CMYK, JPEG, PICTURE, SEEDS, encoded, mutated, oriented, png, test_built
-from tests.data.test_scan import Counting, folder_of
+from tests.data.test_scan import Counting, folder_of, scan
 
 TITLE = "Hostile images"
 SECONDS, BYTES = 2.0, 2**30

@@ -85,16 +85,6 @@ def test_a_dataset_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         open_set("cifar10", "train", data_dir=put(tmp_path / "empty/x", b"").parent)  # the argument goes before the variable
 
 
-@pytest.mark.parametrize(("name", "number"), [("cifar10", "10"), ("cifar100", "100")])
-def test_python_batches_are_refused_unread(name: str, number: str, tmp_path: Path) -> None:
-    for place in CATALOG[name].pickles:
-        put(tmp_path / place / place / "test", b"never looked at")
-        with pytest.raises(BadFileError, match=rf"pickles.*cifar-{number}-binary\.tar\.gz.*`dmst data fetch {name}`"):
-            open_set(name, "test", data_dir=tmp_path / place)
-    official(tmp_path / "cifar-10-batches-py")
-    assert len(open_set("cifar10", "test", data_dir=tmp_path / "cifar-10-batches-py")) == 10  # beside the binary ones no matter
-
-
 @pytest.mark.parametrize("name", ["cifar10", "tinyimagenet"])
 def test_what_is_not_there_is_told(name: str, tmp_path: Path) -> None:
     with pytest.raises(BadFileError) as told:

@@ -338,10 +338,7 @@ def shard_folder(root: Path) -> np.ndarray:
     images = noise(5, 4, 6, 3)
     first = sample("a/0001", images[0], 1) | sample("b/0001", images[1], 0, "PNG")
     tar(root / "train-000000.tar", first | {"b/0001.seg.png": b"not looked at"})
-    tar(
-        root / "train-000001.tar",
-        {"c.cls": b" 2\n"} | sample("c", images[2], b'{"label": 0, "text": "x"}') | sample("d", images[3], b'{"label": 0}'),
-    )
+    tar(root / "train-000001.tar", {"c.cls": b" 2\n"} | sample("c", images[2], None) | sample("d", images[3], 0))
     tar(root / "val-000000.tar", sample("e", images[4], 0))
     return images
 
@@ -361,12 +358,8 @@ def test_shards(named: bool, tmp_path: Path) -> None:
     assert test.classes == found.classes and test.fingerprint != found.fingerprint
 
 
-def test_shards_in_folders_and_without_splits(tmp_path: Path) -> None:
+def test_shards_by_name_and_without_splits(tmp_path: Path) -> None:
     images = noise(2, 4, 6, 3)
-    tar(tmp_path / "1/train/x.tar", sample("a", images[0], 0))
-    tar(tmp_path / "1/test/x.tar", sample("a", images[1], 0))
-    for split, image in zip(("train", "test"), images, strict=True):
-        same(shards.read(tmp_path / "1", Asked("x", split)), image[None], [0])
     tar(tmp_path / "2/part-1.tar", sample("a", images[1], 0))
     tar(tmp_path / "2/part-0.tar", sample("a", images[0], 1))
     same(shards.read(tmp_path / "2", Asked("x", "train")), images, [1, 0])
@@ -374,10 +367,9 @@ def test_shards_in_folders_and_without_splits(tmp_path: Path) -> None:
     tar(tmp_path / "3/birds1k-validation-0.tar", sample("\udcff", images[1], 0))
     for split, image in zip(("train", "test"), images, strict=True):
         same(shards.read(tmp_path / "3", Asked("x", split)), image[None], [0])
-    assert all(shards.is_here(tmp_path / name) for name in "123")
-    put(tmp_path / "1/train/cat/1.png", images[0])
+    assert all(shards.is_here(tmp_path / name) for name in "23")
     put(tmp_path / "2/cat/1.png", images[0])
-    assert not shards.is_here(tmp_path / "1") and not shards.is_here(tmp_path / "2")  # what class folders were unpacked from
+    assert not shards.is_here(tmp_path / "2")  # what class folders were unpacked from
     with pytest.raises(BadFileError, match=r"no shards of the split 'test': they would be called test-\*\.tar"):
         shards.read(tmp_path / "2", Asked("x", "test"))
 
@@ -388,7 +380,6 @@ def test_shards_in_folders_and_without_splits(tmp_path: Path) -> None:
         (sample("a", BEASTS[0], None), r"x\.tar: a has no label"),
         ({"a.cls": b"1"}, r"x\.tar: a has no image"),
         (sample("a", BEASTS[0], 1) | {"a.jpg": b""}, "a has two images"),
-        (sample("a", BEASTS[0], b'{"label": true}'), r"a\.json is not a label"),
         (sample("a", BEASTS[0], None) | {"a.cls": b"one"}, r"a\.cls is not a label"),
         (sample("a", BEASTS[0], 3), "a: its label is 3, and the labels of beasts go from 0 to 2"),
     ],
@@ -399,8 +390,8 @@ def test_bad_shards_are_refused(members: dict[str, bytes], told: str, tmp_path: 
     with pytest.raises(BadFileError, match=told):
         shards.read(tmp_path, Asked("beasts", "train"))
     (tmp_path / "classes.txt").unlink()
-    tar(tmp_path / "x.tar", sample("a", BEASTS[0], 2_000_000_000))
-    with pytest.raises(BadFileError, match="a label is 2000000000, and 1 images cannot"):
+    tar(tmp_path / "x.tar", sample("a", BEASTS[0], 200_000_000))
+    with pytest.raises(BadFileError, match="a label is 200000000, and 1 images cannot"):
         shards.read(tmp_path, Asked("beasts", "train"))
 
 
@@ -453,7 +444,7 @@ def test_hugging_face_columns(hub: Any, tmp_path: Path) -> None:
     coarse = hub.ClassLabel(names=["x", "y"]), [1, 1, 0]
     table(hub, held, [2, 1, 0], "fine_label", coarse_label=coarse).save_to_disk(str(tmp_path / "two"))
     same(huggingface.read(tmp_path / "two", Asked("x", "train")), BEASTS[:3], [2, 1, 0])
-    with pytest.raises(BadFileError, match="holds one dataset and no splits"):
+    with pytest.raises(BadFileError, match="no split 'test': its splits are train"):
         huggingface.read(tmp_path / "two", Asked("x", "test"))
     table(hub, held, [2, 1, 0], "kind", coarse_label=coarse).save_to_disk(str(tmp_path / "which"))
     with pytest.raises(
@@ -480,12 +471,9 @@ def test_bad_hugging_face_sets_are_refused(hub: Any, tmp_path: Path) -> None:
     put(next((tmp_path / "saved").glob("*.arrow")), b"broken")
     with pytest.raises(BadFileError, match="is not a dataset saved with save_to_disk"):
         huggingface.read(tmp_path / "saved", Asked("x", "train"))
-    for text, told in (
-        ('{"splits": ["train", "exam"]}', "its splits are train, exam"),
-        ("[]", r"dataset_dict\.json is damaged"),
-    ):
+    for text in ('{"splits": ["train", "exam"]}', "[]"):
         put(tmp_path / "dict/dataset_dict.json", text)
-        with pytest.raises(BadFileError, match=told):
+        with pytest.raises(BadFileError, match="is not a dataset saved with save_to_disk"):
             huggingface.read(tmp_path / "dict", Asked("x", "test"))
 
 

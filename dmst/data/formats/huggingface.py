@@ -9,7 +9,6 @@ called "label", "labels" or "fine_label" is taken. Images come as they were enco
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -48,40 +47,26 @@ def is_here(folder: Path) -> bool:
 
 def read(place: Path, asked: Asked) -> TableSet:
     """The split of the dataset saved in the folder `place`."""
-    folder = _split_folder(place, asked.split)
     datasets = need("datasets", "data")
     try:
-        table = datasets.load_from_disk(str(folder))
-        features = table.features
+        saved = datasets.load_from_disk(str(place))
     except Exception as error:  # Arrow, JSON and the disk have a dozen types between them
-        raise BadFileError(f"{folder} is not a dataset saved with save_to_disk ({type(error).__name__}: {error}).") from error
+        raise BadFileError(f"{place} is not a dataset saved with save_to_disk ({type(error).__name__}: {error}).") from error
+    splits = saved if isinstance(saved, dict) else {"train": saved}
+    name = next((name for name in SPLITS[asked.split] if name in splits), None)
+    if name is None:
+        raise MissingSplitError(f"{place} has no split {asked.split!r}: its splits are {', '.join(splits)}.")
+    table, folder = splits[name], place / name if isinstance(saved, dict) else place
+    features = table.features
     image = _column(folder, features, datasets.Image, ("image", "img"), 'cast_column("image", Image())')
     label = _column(folder, features, datasets.ClassLabel, LABELS, 'cast_column("label", ClassLabel(names=[...]))')
     labels = table.with_format("numpy", columns=[label])[:][label] if len(table) else np.empty(0, np.int64)
     if labels.dtype.kind not in "iu":  # a missing label makes the column one of floats
         raise BadFileError(f"{folder}: the column {label!r} is {labels.dtype}: some labels are missing.")
-    files = sorted(folder.glob("*.arrow"))
-    sizes = np.array([file.stat().st_size for file in files], np.int64)
+    sizes = np.array([file.stat().st_size for file in sorted(folder.glob("*.arrow"))], np.int64)
     mark = digest(*features[label].names, labels.astype(np.int64), sizes, contents(folder / STATE))
     rows = table.select_columns([image]).cast_column(image, datasets.Image(decode=False))
     return TableSet(asked, features[label].names, labels, rows, image, mark)
-
-
-def _split_folder(place: Path, split: str) -> Path:
-    if not (place / DICT).is_file():
-        if split != "train":
-            raise MissingSplitError(
-                f"{place} holds one dataset and no splits: all of it is train. Save a DatasetDict for {split!r}."
-            )
-        return place
-    try:
-        splits = json.loads(contents(place / DICT, 1 << 20))["splits"]
-        found = [name for name in SPLITS[split] if name in splits]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadFileError(f"{place / DICT} is damaged: it does not list the splits ({error}).") from error
-    if not found:
-        raise MissingSplitError(f"{place} has no split {split!r}: its splits are {', '.join(map(str, splits))}.")
-    return place / found[0]
 
 
 def _column(folder: Path, features: Any, kind: type, preferred: tuple[str, ...], remedy: str) -> str:

@@ -1,9 +1,8 @@
 """WebDataset shards: tar files in which members with one key are one sample. Read in place, at random, without unpacking.
 
     FOLDER/train-000000.tar, FOLDER/birds-test-0.tar, ...      the split is a word of the name (or val, valid, validation), or
-    FOLDER/train/*.tar, FOLDER/test/*.tar                      of the folder, or
     FOLDER/*.tar                                               all of it is the split train
-        KEY.jpg (.png, .webp, ...)  and  KEY.cls, a whole number, or KEY.json with "label"
+        KEY.jpg (.png, .webp, ...)  and  KEY.cls, a whole number
     FOLDER/classes.txt                                         optional: a class a line, in label order
 
 Every shard is gone through once, for where its images begin and end.
@@ -11,7 +10,6 @@ Every shard is gone through once, for where its images begin and end.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tarfile
@@ -24,7 +22,6 @@ from dmst.data.sets import ImageSet, digest
 from dmst.errors import BadFileError, MissingSplitError
 
 IMAGES = tuple(ending[1:] for ending in folders.ENDINGS)
-MOST_LABEL = 1 << 20
 
 
 class ShardSet(ImageSet):
@@ -51,12 +48,8 @@ class ShardSet(ImageSet):
 
 
 def is_here(folder: Path) -> bool:
-    """Tar files, and no class folders: beside those a tar is what they were unpacked from."""
-    inside = [x for x in folder.iterdir() if x.is_dir() and not x.name.startswith(".")]
-    names = {name for names in SPLITS.values() for name in names}
-    if any(x.name not in names or folders.is_split(x) for x in inside):
-        return False
-    return any(folder.glob("*.tar")) or any(_shards(folder, split) for split in SPLITS)
+    """Tar files, and no folders: beside those a tar is what they were unpacked from."""
+    return any(folder.glob("*.tar")) and not any(x.is_dir() and not x.name.startswith(".") for x in folder.iterdir())
 
 
 def read(place: Path, asked: Asked) -> ShardSet:
@@ -81,12 +74,9 @@ def read(place: Path, asked: Asked) -> ShardSet:
 
 
 def _shards(folder: Path, split: str) -> list[Path]:
-    for name in SPLITS[split]:
-        found = [x for x in folder.glob("*.tar") if name in re.split("[-_.]", x.stem)]
-        found = sorted([*found, *folder.glob(f"{name}/*.tar")])
-        if found:
-            return found
-    return []
+    tars = sorted(folder.glob("*.tar"))
+    found = ([x for x in tars if name in re.split("[-_.]", x.stem)] for name in SPLITS[split])
+    return next(filter(None, found), [])
 
 
 def _indexed(shards: list[Path]) -> tuple[np.ndarray, np.ndarray]:
@@ -94,49 +84,40 @@ def _indexed(shards: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     numbers: list[tuple[int, int, int, int]] = []
     for number, shard in enumerate(shards):
         try:
-            for key, (image, label) in _samples(shard).items():
-                if image is None or label is None:
-                    what = "image" if image is None else 'label (.cls, or .json with "label")'
-                    raise BadFileError(f"{shard}: {key} has no {what} beside it. Make the shard again.")
-                keys.append(os.fsencode(key))
-                numbers.append((number, *image, label))
+            images, labels = _members(shard)
         except (tarfile.TarError, OSError, EOFError) as error:
             raise BadFileError(f"{shard} is not a sound tar file ({error}): make or copy it again.") from error
+        if odd := sorted(images.keys() ^ labels.keys()):
+            what = "label (.cls)" if odd[0] in images else "image"
+            raise BadFileError(f"{shard}: {odd[0]} has no {what} beside it. Make the shard again.")
+        keys += map(os.fsencode, images)
+        numbers += [(number, *place, labels[key]) for key, place in images.items()]
     return np.array(keys, dtype=np.bytes_), np.array(numbers, np.int64).reshape(-1, 4)
 
 
-def _samples(shard: Path) -> dict[str, tuple[tuple[int, int] | None, int | None]]:
-    """By key, where its image begins and how long it is, and its label."""
-    found: dict[str, tuple[tuple[int, int] | None, int | None]] = {}
+def _members(shard: Path) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """By key, where its image begins and how long it is; and its label."""
+    images: dict[str, tuple[int, int]] = {}
+    labels: dict[str, int] = {}
     with tarfile.open(shard, "r:") as tar:
         for member in tar:
             path = PurePosixPath(member.name)
             stem, _, ending = path.name.partition(".")
+            key = f"{path.parent / stem}"
             if not member.isreg() or member.issparse() or not stem:
                 continue
-            key = str(path.with_name(stem))
-            image, label = found.get(key, (None, None))
             if ending.lower() in IMAGES:
-                if image is not None:
+                if key in images:
                     raise BadFileError(f"{shard}: {key} has two images. Make the shard again.")
-                image = member.offset_data, member.size
-            elif ending == "cls" or (ending == "json" and label is None):
-                file = tar.extractfile(member)
-                label = _label(shard, member.name, file.read(MOST_LABEL) if file else b"")
-            found[key] = image, label
+                images[key] = member.offset_data, member.size
+            elif ending == "cls":
+                raw = tar.extractfile(member).read(20).strip()  # type: ignore[union-attr]
+                if not raw.isdigit() or len(raw) > 9:
+                    raise BadFileError(f"{shard}: {member.name} is not a label, a whole number.")
+                labels[key] = int(raw)
         end = tar.offset
     with shard.open("rb") as file:  # tarfile takes a damaged header for the end
         file.seek(end)
         if file.read(512) != bytes(512):
             raise BadFileError(f"{shard} is cut or damaged at byte {end:,}: what follows is no tar. Make or copy it again.")
-    return found
-
-
-def _label(shard: Path, name: str, raw: bytes) -> int | None:
-    try:
-        told = int(raw) if name.endswith(".cls") else json.loads(raw).get("label")
-        if told is None or (type(told) is int and abs(told) < 1 << 31):
-            return told
-    except (ValueError, AttributeError, RecursionError):
-        pass
-    raise BadFileError(f"{shard}: {name} is not a label, a whole number.")
+    return images, labels
