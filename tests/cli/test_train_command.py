@@ -296,7 +296,6 @@ WRONG: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         ["--data", "{data}/train", "--out", "{data}/train/out"],
         "among the images of {data}/train: give another folder",
     ),
-    "an unknown recipe": (nothing, ["digit", "--out", "{out}"], "unknown recipe 'digit'. Did you mean 'digits'?"),
     "a rule between keys": (
         nothing,
         ["digits", "--out", "{out}", "--set", "run.accumulate=3"],
