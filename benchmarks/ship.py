@@ -34,8 +34,8 @@ from dmst.terminal import say
 @torch.no_grad()
 def measure(model: VisionModel, image_set: ImageSet) -> tuple[Measured, float]:
     """What it gets right, and the mean cross-entropy."""
-    stream = EvalStream(image_set, prepare.view_of(model), batch_size=min(256, len(image_set)))
-    logits = torch.cat([model(batch.images)[batch.weight > 0] for batch in stream]).double()
+    stream = EvalStream(image_set, prepare.view_of(model), batch_size=256)
+    logits = torch.cat([model(batch.images) for batch in stream]).double()
     labels = torch.from_numpy(image_set.labels)
     loss = torch.nn.functional.cross_entropy(logits, labels).item()
     sure, says = logits.softmax(1).max(1)

@@ -28,7 +28,6 @@ class Batch(NamedTuple):
     images: Tensor  # (b, c, size, size) float32, normalised, on the device
     targets: Tensor  # (b, classes) float32, the share of each class
     labels: Tensor  # (b,) int64, the image's own class
-    weight: Tensor  # (b,) float32, 0 for what fills up the last batch of an evaluation
     index: Tensor  # type: ignore[assignment]  # (b,) int64, on the CPU, into the set
 
 

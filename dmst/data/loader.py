@@ -66,7 +66,7 @@ class _Stream:
     ) -> None:
         choose("path", path, ("auto", "resident", "workers"))
         self.image_set, self.view, self.batch_size, self.shard = image_set, view, batch_size, shard
-        self.device, self.workers, self.last = torch.device(device), workers, 0
+        self.device, self.workers = torch.device(device), workers
         pixels = None if path == "workers" else _pixels(image_set, wanted=path == "resident")
         self.path = "workers" if pixels is None else "resident"
         channels = (image_set.read(0) if pixels is None else pixels).shape[-1]
@@ -111,8 +111,7 @@ class _Stream:
             sample, position, epoch = sent.to(self.device, non_blocking=True).unbind()
             with torch.no_grad():
                 made = self._maker.make(held, sample, position, epoch[0])
-                weight = (position < self.last).to(torch.float32)
-            yield Batch(*made, weight, part.sample % chance.COPY)
+            yield Batch(*made, part.sample % chance.COPY)
 
 
 class TrainStream(_Stream):
@@ -126,7 +125,6 @@ class TrainStream(_Stream):
         self.augment, self.seed = augment, seed
         self.micro_batch = micro_batch(len(image_set), batch_size, self.shard, augment.repeats, pairs)
         self.steps_per_epoch = epoch_length(len(image_set), augment.repeats) // batch_size
-        self.last = self.steps_per_epoch * batch_size
         self._order = lru_cache(3)(self._order_of)  # workers read ahead, into the next epoch
         self.notes: list[str] = []  # what a log should say
         if augment.mixes and not pairs:
@@ -157,24 +155,20 @@ class TrainStream(_Stream):
 
 
 class EvalStream(_Stream):
-    """Every image once over all processes, `batch_size` at a time on each. All have equally many batches; what the last
-    ones lack is filled up by the last image, with weight 0, so that shapes never change."""
+    """Every image once over all processes, `batch_size` at a time on each; the last batch may be smaller."""
 
     def __init__(self, image_set: ImageSet, view: View, *, batch_size: int, **options: Any) -> None:
         super().__init__(image_set, view, None, batch_size=batch_size, **options)
-        n, rank, world = len(image_set), self.shard.rank, self.shard.world
-        self.first, self.last = n * rank // world, n * (rank + 1) // world
-        self._count = math.ceil(math.ceil(n / world) / batch_size)
-
-    def __len__(self) -> int:
-        return self._count
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches(self._parts)
 
     def _parts(self) -> Iterator[Part]:
-        for position in torch.arange(self.first, self.first + self._count * self.batch_size).split(self.batch_size):
-            yield Part(0, position.clamp(max=max(self.last - 1, 0)), position)
+        n, rank, world = len(self.image_set), self.shard.rank, self.shard.world
+        first, last = (math.ceil(n * bound / world) for bound in (rank, rank + 1))
+        for start in range(first, last, self.batch_size):
+            position = torch.arange(start, min(start + self.batch_size, last))
+            yield Part(0, position, position)
 
 
 def epoch_length(images: int, repeats: int) -> int:

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce  # its gradient too is summed
 
 from dmst.errors import DmstError, OptionError
 
@@ -44,18 +44,12 @@ class Group:
         return values
 
     def all_same(self, digest: str) -> bool:
-        """Whether every process has this hexadecimal hash."""
-        if self.world == 1:
-            return True
-        mine = torch.tensor([int(digest[i : i + 8], 16) for i in range(0, 64, 8)], device=self.device)
-        most, least = mine.clone(), mine.clone()
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        return bool((most == least).all())
+        """Whether every process has this hash."""
+        return not self.any(self.broadcast_text(digest) != digest)
 
     def any(self, mine: bool) -> bool:
         """Whether it is so on any process."""
-        return bool(self.sum(torch.tensor(int(mine))).item()) if self.world > 1 else mine
+        return bool(self.sum(torch.tensor(int(mine))))
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """The main process's values into everyone's."""
@@ -68,7 +62,7 @@ class Group:
 
     def broadcast_text(self, text: str) -> str:
         """The main process's text."""
-        raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        raw = torch.tensor(list(text.encode()), dtype=torch.uint8)
         size = torch.tensor(len(raw))
         self.broadcast([size])
         if not self.main:
@@ -142,20 +136,6 @@ def _meet(backend: str, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-class _Sum(torch.autograd.Function):
-    """Over all processes, on each; so is its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        dist.all_reduce(total := x.clone())
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        dist.all_reduce(total := grad.clone(memory_format=torch.contiguous_format))
-        return total
-
-
 class SharedBatchNorm(nn.BatchNorm2d):
     """Batch norm over the images of all processes, on any device. Two sums travel: of x, then of (x - mean)^2."""
 
@@ -164,10 +144,10 @@ class SharedBatchNorm(nn.BatchNorm2d):
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         count = wide.new_tensor([wide.numel() / wide.shape[1]])
-        sums = _Sum.apply(torch.cat((wide.sum((0, 2, 3)), count)))
+        sums = all_reduce(torch.cat((wide.sum((0, 2, 3)), count)))
         total = sums[-1].detach()
         mean = (sums[:-1] / total)[:, None, None]
-        variance = (_Sum.apply((wide - mean).square().sum((0, 2, 3))) / total)[:, None, None]
+        variance = (all_reduce((wide - mean).square().sum((0, 2, 3))) / total)[:, None, None]
         with torch.no_grad():
             self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
             self.running_mean.lerp_(mean.flatten().to(self.running_mean.dtype), self.momentum)  # type: ignore[union-attr, arg-type]

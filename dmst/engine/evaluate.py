@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from dmst.data.loader import EvalStream, Shard
@@ -52,26 +51,27 @@ def precision(amp: str, device: torch.device) -> AbstractContextManager[Any]:
 @torch.no_grad()
 def evaluate(model: VisionModel, stream: EvalStream, group: Group, *, amp: str = "none") -> Score:
     """The score of `model`, in evaluation mode, on all that the processes' streams give."""
-    was, classes = model.training, len(stream.image_set.classes)
-    model.eval()
-    device = group.device
-    counts = torch.zeros(3, classes, dtype=torch.int64, device=device)  # right, right5, all: by class
+    was, device, dtype = model.training, group.device, next(model.parameters()).dtype
+    counts = torch.zeros(3, len(stream.image_set.classes), dtype=torch.int64, device=device)  # right, right5, all: by class
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    sound = torch.ones((), dtype=torch.bool, device=device)
-    dtype = next(model.parameters()).dtype
+    model.eval()
     try:
         for batch in stream:
             with precision(amp, device):
                 logits = model(batch.images.to(dtype)).to(torch.promote_types(dtype, torch.float32))
-            counts, loss, sound = _add(counts, loss, sound, logits, batch.labels, batch.weight)
+            best = logits.topk(min(5, logits.shape[1])).indices == batch.labels[:, None]
+            hits = torch.stack((logits.argmax(1) == batch.labels, best.any(1), torch.ones_like(batch.labels, dtype=torch.bool)))
+            counts.index_add_(1, batch.labels, hits.to(counts.dtype))
+            loss += F.cross_entropy(logits, batch.labels, reduction="none").sum(dtype=torch.float64)
+            loss += (0 * logits).sum()  # NaN if any of them is not finite
     finally:
         model.train(was)
     counts, loss = group.sum(counts), group.sum(loss)
-    if group.any(not bool(sound)):
+    if not loss.isfinite():
         raise bad_answer(model.config.name, f"images of {stream.image_set.name}")
     right, right5, count = (int(x) for x in counts.sum(1))
     by_class = list(zip(counts[0].tolist(), counts[2].tolist(), strict=True))
-    return Score(count, right, right5, loss.item() / max(count, 1), by_class)
+    return Score(count, right, right5, loss.item() / count, by_class)
 
 
 def evaluate_weights(
@@ -93,12 +93,12 @@ def evaluate_weights(
     model = prepare.read_weights(weights)
     if split and not data:
         raise OptionError(f"--split {split} needs --data: without it a run is evaluated on the images that it held out.")
-    found = None if data else prepare.evaluated_by(weights, data_dir)
     if data:
-        image_set = prepare.images_of(data, split, data_dir)
-    elif found:
-        image_set, crop_pct = found.images, crop_pct or found.crop_pct
+        image_set: ImageSet | None = prepare.images_of(data, split, data_dir)
     else:
+        image_set, its_crop = prepare.evaluated_by(weights, data_dir)
+        crop_pct = crop_pct or its_crop
+    if image_set is None:
         raise OptionError(f"{weights} is no run with images for evaluation: give them, --data DATASET or --data FOLDER.")
     if model.class_names:
         image_set = with_classes(image_set, model.class_names)
@@ -110,17 +110,6 @@ def evaluate_weights(
     with joined(device) as group:
         model.to(group.device)
         view = prepare.view_of(model, crop_pct)
-        size = min(batch_size, len(image_set))
         shard = Shard(group.rank, group.world)
-        stream = EvalStream(image_set, view, batch_size=size, shard=shard, device=group.device, workers=workers)
+        stream = EvalStream(image_set, view, batch_size=batch_size, shard=shard, device=group.device, workers=workers)
         return evaluate(model, stream, group, amp=amp), image_set
-
-
-def _add(counts: Tensor, loss: Tensor, sound: Tensor, logits: Tensor, labels: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    counted = weight > 0
-    best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-    hits = torch.stack((logits.argmax(1) == labels, best.any(1), torch.ones_like(counted))) & counted
-    counts = counts.index_add(1, labels, hits.to(counts.dtype))
-    each = F.cross_entropy(logits, labels, reduction="none").to(torch.float64)
-    sound = sound & torch.isfinite(logits[counted]).all()
-    return counts, loss + torch.where(counted, each, 0).sum(), sound

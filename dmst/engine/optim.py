@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmst.engine.recipe import Recipe, Schedule
 from dmst.models import VisionModel
@@ -45,31 +45,27 @@ class Optimizer:
     def __init__(self, model: VisionModel, recipe: Recipe) -> None:
         optim, kept = recipe.optim, model.no_weight_decay()
         self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        matrices = [p for p, name in self.names.items() if optim.opt == "muon" and is_matrix(name, p)]
-        chosen = set(matrices)
-        rest = [(p, name) for p, name in self.names.items() if p not in chosen]
-        decayed = [p for p, name in rest if p.ndim > 1 and name not in kept]
-        plain = [p for p, name in rest if p.ndim <= 1 or name in kept]
+        matrices: list[nn.Parameter] = []
+        decayed: list[nn.Parameter] = []
+        plain: list[nn.Parameter] = []
+        for p, name in self.names.items():
+            is_decayed = p.ndim > 1 and name not in kept
+            (matrices if optim.opt == "muon" and is_matrix(name, p) else decayed if is_decayed else plain).append(p)
         groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.parts: list[tuple[torch.optim.Optimizer, float]] = []
         peak, matrix_peak = optim.lr * recipe.lr_scale, optim.matrix_lr * recipe.lr_scale
-        adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=peak, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True,
-        )  # fmt: skip
-        for p, _ in rest:
+        adamw = torch.optim.AdamW(groups, lr=peak, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+        for p in decayed + plain:
             count = torch.zeros((), dtype=torch.float32, device=p.device)
             adamw.state[p] = {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        self.parts.append((adamw, peak))
+        self.parts: list[tuple[torch.optim.Optimizer, float]] = [(adamw, peak)]
         if matrices:
             self.parts.append((Muon(matrices, matrix_peak, weight_decay=optim.weight_decay), matrix_peak))
 
-    def set_lr(self, factor: float) -> float:
-        """Every learning rate as `factor` of its peak; returns that of AdamW."""
+    def set_lr(self, factor: float) -> None:
+        """Every learning rate as `factor` of its peak."""
         for part, peak in self.parts:
             for group in part.param_groups:
                 group["lr"] = peak * factor
-        return self.parts[0][1] * factor
 
     def step(self) -> None:
         for part, _ in self.parts:

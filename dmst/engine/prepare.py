@@ -7,7 +7,7 @@ import json
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,9 @@ from dmst.engine.checkpoint import RunFolder
 from dmst.engine.distributed import Group
 from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
-from dmst.models import ModelConfig, VisionModel, list_models, load_model, model_config, shipped
+from dmst.models import ModelConfig, VisionModel, load_model, model_config, shipped
 from dmst.models.preprocessing import normalise
-from dmst.models.zoo import FREE, differing, take_over
+from dmst.models.zoo import FREE, take_over
 from dmst.operators.orthonormal import retract
 
 RECIPE = "recipe.toml"  # of a run
@@ -124,18 +124,12 @@ def images_of(data: str, split: str = "", data_dir: str | Path | None = None) ->
     return subset(every, np.arange(len(every)), variant="all images", split="")
 
 
-class Evaluated(NamedTuple):
-    """What a run was evaluated on."""
-
-    images: ImageSet
-    crop_pct: float  # 0: the model's
-
-
-def evaluated_by(run: str | Path | None, data_dir: str | Path | None = None) -> Evaluated | None:
-    """The images that a run was evaluated on, held-out ones too; None where `run` is no run, or one that evaluated nothing."""
+def evaluated_by(run: str | Path | None, data_dir: str | Path | None = None) -> tuple[ImageSet | None, float]:
+    """The images that a run was evaluated on, held-out ones too, and its crop_pct (0: the model's); no images where `run` is no
+    run, or one that evaluated nothing."""
     path = Path(run or "") / RECIPE
     if not run or not path.is_file():
-        return None
+        return None, 0.0
     recipe = from_toml(path.read_text(encoding="utf-8"), str(path))
     try:
         images = open_sets(recipe, data_dir=data_dir, look=False).eval
@@ -144,7 +138,7 @@ def evaluated_by(run: str | Path | None, data_dir: str | Path | None = None) -> 
             f"the images of the run {run} cannot be opened: {error} Go to the folder where the run was started, or give --data."
         ) from error
     if images is None:
-        return None
+        return None, 0.0
     written = path.with_name(journal.NAME)
     events = journal.read(written) if written.is_file() else iter(())
     began = next((event for event in events if event["event"] == "start"), {})
@@ -155,7 +149,7 @@ def evaluated_by(run: str | Path | None, data_dir: str | Path | None = None) -> 
             f"{recipe.data.name} has changed since the run {run} began: some of the images evaluated now may have "
             "been learned from. Bring the images back, or name others: --data FOLDER."
         )
-    return Evaluated(_without(images, bad), recipe.data.crop_pct)
+    return _without(images, bad), recipe.data.crop_pct
 
 
 def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> VisionModel:
@@ -173,8 +167,7 @@ def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> Vi
     model.class_names = tuple(classes)
     if recipe.model.init_from:
         source = read_weights(recipe.model.init_from)
-        refuse_misfit(config, source.config, recipe.model.init_from)
-        take_over(model, source)
+        take_over(model, source, recipe.model.init_from)
         normalise(model.pretrained_cfg, source.pretrained_cfg["mean"], source.pretrained_cfg["std"])
     elif recipe.data.name in catalog.CATALOG:
         normalise(model.pretrained_cfg, *catalog.CATALOG[recipe.data.name].statistics)
@@ -233,8 +226,8 @@ def settings_of(data: str, model: str | None, init_from: str | None, data_dir: s
     if not (model or init_from):
         init_from = BEST_START
     told: dict[str, Any] = {"data.name": data, "model.init_from": init_from or ""} | ({"model.name": model} if model else {})
-    if init_from:
-        told |= network_of(read_weights(init_from).config, model, init_from)
+    if init_from and not model:
+        told |= network_of(read_weights(init_from).config)
     images = catalog.open_set(data, "train", data_dir=data_dir)
     share = 0.0
     try:
@@ -250,23 +243,11 @@ def settings_of(data: str, model: str | None, init_from: str | None, data_dir: s
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in told.items()]
 
 
-def refuse_misfit(wanted: ModelConfig, found: ModelConfig, weights: str) -> None:
-    """Weights of another network are never taken under a wrong name: the error says which names fit."""
-    if told := differing(wanted, found):
-        fits = [each for each in list_models() if not differing(model_config(each), found)]
-        remedy = f"The network of these weights is {' or '.join(fits)}." if fits else "Leave the name of the network out."
-        raise OptionError(
-            f"{wanted.name} cannot start from the weights {weights}, which are of another network: {told}. {remedy}"
-        )
-
-
-def network_of(config: ModelConfig, name: str | None, weights: str) -> dict[str, Any]:
-    """The keys of [model] that give the network of these weights; another `name` is refused unless that is the same network."""
-    if name and model_config(name).name != config.name:
-        refuse_misfit(model_config(name), config, weights)
-    mine, own = config.to_dict(), model_config(name or config.name).to_dict()
+def network_of(config: ModelConfig) -> dict[str, Any]:
+    """The keys of [model] that give this network."""
+    mine, own = config.to_dict(), model_config(config.name).to_dict()
     fields = [field for field in mine if field not in (*FREE, "operator_options")]
     options = {field: mine[field] for field in fields if mine[field] != own[field]} | dict(config.operator_options)
     rows, columns = config.img_size  # type: ignore[misc]
-    told = {"model.name": name or config.name, "data.image_size": rows if rows == columns else 0}
+    told = {"model.name": config.name, "data.image_size": rows if rows == columns else 0}
     return told | {f"model.options.{option}": value for option, value in options.items() if value is not None}

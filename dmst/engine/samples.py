@@ -53,20 +53,15 @@ class Sample:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """(images, labels); None where there are no labels of the network's classes."""
         for batch in self.stream:
-            counted = batch.weight > 0
-            yield batch.images[counted].to(self.dtype), batch.labels[counted] if self.labelled else None
+            yield batch.images.to(self.dtype), batch.labels if self.labelled else None
 
     def masked(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(images (b, c, size, size), masks (b, size, size) uint8)."""
         if not self.has_masks:
             raise OptionError(f"{self.name}: there are no masks. Oxford-IIIT Pets has some: --data pets.")
         for batch in self.stream:
-            counted = batch.weight > 0
-            masks = [self.stream.image_set.masks(i) for i in batch.index[counted.cpu()].tolist()]
-            yield (
-                batch.images[counted],
-                torch.stack([mask_in_view(mask, self.stream.view) for mask in masks if mask is not None]),
-            )
+            masks = [self.stream.image_set.masks(i) for i in batch.index.tolist()]
+            yield batch.images, torch.stack([mask_in_view(mask, self.stream.view) for mask in masks if mask is not None])
 
 
 def sample(
@@ -87,10 +82,10 @@ def sample(
     if data and photos:
         raise OptionError(f"{data} and photos: name a dataset, or photos, not both.")
     config, dtype = model.config, next(model.parameters()).dtype
-    held, crop_pct = (None if data or photos else prepare.evaluated_by(run, data_dir)) or (None, 0.0)
+    held, crop_pct = prepare.evaluated_by(None if data or photos else run, data_dir)
 
     def stream(images: ImageSet) -> EvalStream:
-        return EvalStream(images, prepare.view_of(model, crop_pct), batch_size=min(batch_size, len(images)), device=device)
+        return EvalStream(images, prepare.view_of(model, crop_pct), batch_size=batch_size, device=device)
 
     if photos:
         name = "1 photo" if len(photos) == 1 else f"{len(photos)} photos"

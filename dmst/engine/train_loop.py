@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,7 +193,7 @@ class _Run:
             self.steps = recipe.schedule.epochs * self.stream.steps_per_epoch
             self.eval_stream = None
             if (held := self.sets.good_eval) is not None:
-                size = min(run.eval_batch_size or run.batch_size // run.accumulate // group.world, len(held))
+                size = run.eval_batch_size or run.batch_size // run.accumulate // group.world
                 self.eval_stream = EvalStream(
                     held, self.stream.view, batch_size=size, shard=Shard(group.rank, group.world), device=group.device,
                     path=recipe.data.path, workers=workers,
@@ -352,7 +351,7 @@ class _Run:
         step, stream, peak = self.step, self.stream, self.recipe.optim.lr * self.recipe.lr_scale
         factor = lr_factor(step, self.steps, stream.steps_per_epoch, self.recipe.schedule, peak)
         try:
-            metrics = self.train_step.step(step, batches, factor, partial(stream.indices, step))
+            metrics = self.train_step.step(step, batches, factor)
         except DmstError as error:
             # The state before the step is saved: nothing is lost. What fails on one process only is not waited for.
             if self.tried != step and (self.group.world == 1 or isinstance(error, NonFiniteError)):
@@ -423,14 +422,13 @@ class _Run:
             self.reason = self.group.broadcast_text(self.reason)
 
     def _sample(self, most: int) -> tuple[Tensor, Tensor]:
-        """The first images that count, of what is evaluated."""
+        """The first images of what is evaluated."""
         assert self.eval_stream is not None
         images: list[Tensor] = []
         labels: list[Tensor] = []
         for batch in self.eval_stream:
-            counted = batch.weight > 0
-            images.append(batch.images[counted].to(next(self.train_step.model.parameters()).dtype))
-            labels.append(batch.labels[counted])
+            images.append(batch.images.to(next(self.train_step.model.parameters()).dtype))
+            labels.append(batch.labels)
             if sum(map(len, labels)) >= most:
                 break
         return torch.cat(images)[:most], torch.cat(labels)[:most]

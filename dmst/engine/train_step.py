@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from dmst.data.chance import small_seed
@@ -43,15 +44,9 @@ class StepMetrics(NamedTuple):
     norm: float
 
 
-@contextmanager
-def without_cudnn_attention() -> Iterator[None]:
+def without_cudnn_attention() -> AbstractContextManager[None]:
     """On Hopper its backward pass gives NaN for 64 tokens once a token scores all others below -88.7 (pytorch issue 196678)."""
-    was = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(was)
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 class TrainStep:
@@ -68,29 +63,24 @@ class TrainStep:
         model.set_grad_checkpointing(run.grad_checkpointing)
         self.optimizer = Optimizer(model, recipe)
         self.mean = Mean(model, recipe.optim.model_ema) if recipe.optim.model_ema else None
-        self.random = _is_random(model)
-        if (run.compile or recorded) and self.random:  # for the whole process: compiled networks draw what plain ones draw
-            from torch._inductor import config
-
-            config.fallback_random = True
         self.net: nn.Module = _compiled(model, group.device, recorded) if run.compile or recorded else model
         if group.world > 1:
             self.net = _averaged(self.net, group.device)
         self.parameters = list(self.optimizer.names)
         self.scale, self.good, self.skipped = (2.0**16 if run.amp == "fp16" else 1.0), 0, 0
-        tied = [module for module in model.modules() if isinstance(module, OrthonormalLinear)]
-        for layer in tied:
-            layer.kept = True  # by `_apply`
-        self.tied = bool(tied)
-        self._sums = torch.zeros(4, dtype=torch.float64, device=group.device)  # loss, right, bad inputs; norm
-        self._statistics = _statistics(model)
+        self._keeps(True)  # by `_apply`
+        self._sums = torch.zeros(3, dtype=torch.float64, device=group.device)  # loss, right; norm
+        # what the forward pass itself moves
+        self._statistics = [x for module in model.modules() if isinstance(module, nn.BatchNorm2d) for x in module.buffers()]
 
     def leave(self) -> None:
-        """The models are their owner's again: nobody retracts after their steps from here on."""
-        for model in (self.model, *([] if self.mean is None else [self.mean.model])):
-            for module in model.modules():
-                if isinstance(module, OrthonormalLinear):
-                    module.kept = False
+        """The model is its owner's again: nobody retracts after its steps from here on."""
+        self._keeps(False)
+
+    def _keeps(self, kept: bool) -> None:
+        for module in self.model.modules():
+            if isinstance(module, OrthonormalLinear):
+                module.kept = kept
 
     @property
     def choice(self) -> str:
@@ -100,34 +90,31 @@ class TrainStep:
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def step(self, step: int, batches: Iterator[Batch], lr_factor: float, indices: Callable[[], Any]) -> StepMetrics:
-        """Take step number `step` (from 0) on the next micro-batches; `indices` are the images that an error names."""
+    def step(self, step: int, batches: Iterator[Batch], lr_factor: float) -> StepMetrics:
+        """Take step number `step` (from 0) on the next micro-batches."""
         self.model.train()
         self.optimizer.set_lr(lr_factor)
-        for now, before in self._statistics:
-            torch._foreach_copy_(before, now)
+        before = [x.clone() for x in self._statistics]
         try:
             self._gradients(step, batches)
+            self._sums[:2] = self.group.sum(self._sums[:2].clone())
+            loss, right, norm = self._sums.tolist()
+            good = math.isfinite(loss) and math.isfinite(norm)
+            if not good and (self.recipe.run.amp != "fp16" or not math.isfinite(loss) or self.skipped == MOST_SKIPS):
+                raise NonFiniteError(
+                    f"step {step}: {self._first_bad(loss)}. Nothing was applied. Mostly the learning rate is too high "
+                    f"(--set optim.lr={self.recipe.optim.lr / 3:.1g}), or gradients need a limit (optim.clip_grad=1)."
+                )
         except BaseException as error:
-            self._take_back()
+            self._take_back(before)
             if isinstance(error, torch.OutOfMemoryError):
-                raise DeviceMemoryError(self._too_large(step)) from error
+                raise self._too_large(step) from error
             raise
-        self._sums[:3] = self.group.sum(self._sums[:3].clone())
-        loss, right, bad_inputs, norm = self._sums.tolist()
-        if math.isfinite(loss) and math.isfinite(norm):
+        if good:
             self._apply(step)
-            self._rescale(True)
-        elif self.recipe.run.amp == "fp16" and math.isfinite(loss) and self.skipped < MOST_SKIPS:
-            self._take_back()
-            self._rescale(False)
         else:
-            first = self._first_bad(loss, bad_inputs)
-            self._take_back()
-            raise NonFiniteError(
-                f"step {step}: {first}. Nothing was applied. Images of the batch: {_some(indices())}. Mostly the learning rate "
-                f"is too high (--set optim.lr={self.recipe.optim.lr / 3:.1g}), or gradients need a limit (optim.clip_grad=1)."
-            )
+            self._take_back(before)
+        self._rescale(good)
         return StepMetrics(loss / self.recipe.run.batch_size, right / self.recipe.run.batch_size, norm)
 
     def _gradients(self, step: int, batches: Iterator[Batch]) -> None:
@@ -137,13 +124,13 @@ class TrainStep:
         micro_steps = self.recipe.run.accumulate
         for micro in range(micro_steps):
             batch = next(batches)
-            self._seed(step, micro)
+            # Dropout and stochastic depth are functions of the step: no generator's state needs saving.
+            torch.manual_seed(small_seed("step", self.recipe.run.seed, step, micro, self.group.rank))
             later = micro + 1 < micro_steps and isinstance(self.net, DistributedDataParallel)
-            with self.net.no_sync() if later else nullcontext():  # type: ignore[operator]
+            with without_cudnn_attention(), self.net.no_sync() if later else nullcontext():  # type: ignore[operator]
                 self._add(batch)
         self._measure()
 
-    @without_cudnn_attention()
     def _add(self, batch: Batch) -> None:
         """The gradients of one micro-batch, onto those that are there. Checkpointed blocks run again in the backward pass."""
         logits = self.logits(self.net, batch.images)
@@ -151,8 +138,7 @@ class TrainStep:
         loss = F.cross_entropy(logits, batch.targets.to(logits.dtype), label_smoothing=smoothing, reduction="none").sum()
         (loss * (self.group.world * self.scale / self.recipe.run.batch_size)).backward()  # processes take the mean
         right = (logits.detach().argmax(1) == batch.labels).sum()
-        bad = (~torch.isfinite(batch.images)).any()
-        self._sums[:3] += torch.stack((loss.detach(), right.to(loss.dtype), bad.to(loss.dtype)))
+        self._sums[:2] += torch.stack((loss.detach(), right.to(loss.dtype)))
 
     def logits(self, net: nn.Module, images: Tensor) -> Tensor:
         """What a form of the network (plain, compiled, of several processes) says, in the run's layout and precision."""
@@ -169,35 +155,28 @@ class TrainStep:
         grads = [p.grad for p in self.parameters if p.grad is not None]
         if self.recipe.run.amp == "fp16":
             torch._foreach_mul_(grads, 1 / self.scale)
-        self._sums[3] = nn.utils.get_total_norm(grads)
+        self._sums[2] = nn.utils.get_total_norm(grads)
 
     def _apply(self, step: int) -> None:
         dtype = self.parameters[0].dtype
         if clip := self.recipe.optim.clip_grad:  # not before: a NaN in one gradient would be in all
-            nn.utils.clip_grads_with_norm_(self.parameters, clip, self._sums[3].to(torch.promote_types(dtype, torch.float32)))
+            nn.utils.clip_grads_with_norm_(self.parameters, clip, self._sums[2].to(torch.promote_types(dtype, torch.float32)))
         self.optimizer.step()
-        if self.tied:
-            retract(self.model)
+        retract(self.model)
         if self.mean is not None:
             self.mean.update(step)
-            if self.tied:
-                retract(self.mean.model)
+            retract(self.mean.model)
 
     def forget(self) -> None:
         """Drop the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _take_back(self) -> None:
+    def _take_back(self, before: list[Tensor]) -> None:
         """As it was before the step."""
         self.forget()
-        for now, before in self._statistics:
-            torch._foreach_copy_(now, before)
-
-    def _seed(self, step: int, micro: int) -> None:
-        """Dropout and stochastic depth are functions of the step: no generator's state needs saving."""
-        if self.random:
-            torch.manual_seed(small_seed("step", self.recipe.run.seed, step, micro, self.group.rank))
+        for now, was in zip(self._statistics, before, strict=True):
+            now.copy_(was)
 
     def _rescale(self, good: bool) -> None:
         if self.recipe.run.amp != "fp16":
@@ -210,9 +189,7 @@ class TrainStep:
 
     # --- what a message says -----------------------------------------------------------------------------------------
 
-    def _first_bad(self, loss: float, bad_inputs: float) -> str:
-        if bad_inputs:
-            return "the images hold NaN or infinity"
+    def _first_bad(self, loss: float) -> str:
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         for parameter, name in self.optimizer.names.items():
@@ -220,27 +197,22 @@ class TrainStep:
                 return f"the gradient of {name} holds NaN or infinity"
         return "the norm of the gradients is not finite"
 
-    def _too_large(self, step: int) -> str:
-        run, device = self.recipe.run, self.group.device
-        each, side = run.batch_size // run.accumulate // self.group.world, self.model.config.img_size[0]  # type: ignore[index]
-        peak = f", peak {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB" if device.type == "cuda" else ""
-        return (
-            f"step {step} does not fit on {device}: {each} images of {side} x {side} pixels at a time{peak}. "
-            f"Nothing was applied. Try --set run.accumulate={2 * run.accumulate}, or --set run.grad_checkpointing=true."
+    def _too_large(self, step: int) -> DeviceMemoryError:
+        run = self.recipe.run
+        each = run.batch_size // run.accumulate // self.group.world
+        return DeviceMemoryError(
+            f"step {step} does not fit on {self.group.device}, {each} images at a time. Nothing was applied. "
+            f"Try --set run.accumulate={2 * run.accumulate}, or --set run.grad_checkpointing=true."
         )
-
-
-def _statistics(model: nn.Module) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """What the forward pass itself moves, and room for what it was: counts apart, so that each list is one launch."""
-    found = [x for module in model.modules() if isinstance(module, nn.BatchNorm2d) for x in module.buffers()]
-    lists = [[x for x in found if x.is_floating_point() == which] for which in (True, False)]
-    return [(part, [x.clone() for x in part]) for part in lists if part]
 
 
 def _compiled(model: nn.Module, device: torch.device, recorded: bool) -> nn.Module:
     """By torch.compile. Torch 2.11 pads some buffers of plain operators on a GPU and then reads them as if it had not: their
     gradients were wrong at 197 tokens, and right without padding and in 2.13 (docs/lab-notes.md).
     """
+    from torch._inductor import config
+
+    config.fallback_random = True  # for the whole process: compiled networks draw what plain ones draw
     options: dict[str, Any] = {"triton.cudagraphs": True} if recorded else {}
     if device.type == "cuda" and torch.__version__ < "2.13":
         options["comprehensive_padding"] = False
@@ -255,14 +227,3 @@ def _averaged(net: nn.Module, device: torch.device) -> nn.Module:
     """
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)  # and all are used
     return DistributedDataParallel(net, [device] if device.type == "cuda" else None, find_unused_parameters=True)
-
-
-def _is_random(model: VisionModel) -> bool:
-    config = model.config
-    options = [value for name, value in config.operator_options.items() if "drop" in name]
-    return any((config.drop_rate, config.proj_drop_rate, config.drop_path_rate, *options))
-
-
-def _some(indices: Any) -> str:
-    found = [int(i) for i in indices]
-    return ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")

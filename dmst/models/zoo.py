@@ -150,10 +150,8 @@ def create_model(
     config = source.config.change(**overrides)  # what is not asked for is as the weights were trained
     if config == source.config:
         return source
-    if told := differing(config, source.config):
-        raise OptionError(f"the weights of {config.name} do not fit: {told}. Leave that as it is, or use pretrained=False.")
     model = VisionModel(config, device=device, dtype=next(source.parameters()).dtype)
-    take_over(model, source)
+    take_over(model, source, config.name)
     return model.eval()
 
 
@@ -162,17 +160,20 @@ def create_model(
 FREE = ("name", "num_classes", "img_size", "drop_rate", "proj_drop_rate", "drop_path_rate")  # may differ from the weights'
 
 
-def differing(wanted: ModelConfig, found: ModelConfig) -> str:
-    """What keeps weights of `found` out of a network `wanted`, in words; empty where they fit."""
-    mine, theirs = wanted.to_dict(), found.to_dict()
-    return ", ".join(
-        f"{name} {theirs[name]!r} (here {mine[name]!r})" for name in mine if name not in FREE and mine[name] != theirs[name]
-    )
-
-
 @torch.no_grad()
-def take_over(model: VisionModel, source: VisionModel) -> None:
-    """Copy the weights of `source`, which fit. Other classes keep the new classifier; another image size resizes positions."""
+def take_over(model: VisionModel, source: VisionModel, name: str) -> None:
+    """Copy the weights of `source`, called `name`; those of another network are refused.
+
+    Other classes keep the new classifier; another image size resizes positions.
+    """
+    mine, theirs = model.config.to_dict(), source.config.to_dict()
+    differing = [key for key in mine if key not in FREE and mine[key] != theirs[key]]
+    if differing:
+        told = ", ".join(f"{key} {theirs[key]!r} (here {mine[key]!r})" for key in differing)
+        raise OptionError(
+            f"{model.config.name} cannot start from the weights {name}, which are of another network: {told}. Leave out what "
+            "differs (with --init-from, the name of the network), or start from random weights."
+        )
     weights, position = source.state_dict(), source.position
     if isinstance(position, LearnedPosition):
         weights["position.table"] = position.resized(model.config.grid)

@@ -80,7 +80,7 @@ EVENTS: dict[str, Callable[[Act], None]] = {
     "in a step": call(Muon, "step", 5),
     "in the first step": call(Muon, "step", 1),
     "before gradients meet": call(train_step.F, "cross_entropy", 4),
-    "in an evaluation": call(evaluate, "_add", 2),
+    "in an evaluation": call(evaluate, "precision", 2),
     "in the middle of a save": event(lambda: kills.at_half("optim.safetensors", "/.step_")),
     "before a save's rename": event(lambda: kills.at_audit("os.rename", "/.step_", "/step_")),
     "while an old checkpoint goes": event(lambda: kills.at_audit("os.remove", "model.safetensors")),
@@ -552,7 +552,7 @@ def shown(recipe: Recipe, run: Path, world: int, cut: int = 99) -> Shown:
         real, found = train_step.TrainStep._add, []
 
         def add(self: train_step.TrainStep, batch: Any) -> None:
-            parts = zip(batch.images, batch.targets, batch.weight, strict=True)
+            parts = zip(batch.images, batch.targets, strict=True)
             hashes = [hashlib.sha256(b"".join(x.numpy().tobytes() for x in sample)).hexdigest()[:16] for sample in parts]
             found.append(list(zip(batch.index.tolist(), hashes, strict=True)))
             files[number].write_text(json.dumps(found))

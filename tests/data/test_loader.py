@@ -117,8 +117,8 @@ def assembled(first: int, last: int, world: int, micro_steps: int, *given: Any, 
 def test_resident_batches_do_not_depend_on_who_asks(augment: Augment) -> None:
     """40 images, batches of 16: two steps an epoch; five steps reach into the third."""
     whole = list(stream(augment=augment).batches(0, 5))
-    assert [x.shape for x in whole[0]] == [(16, 3, SIZE, SIZE), (16, CLASSES), (16,), (16,), (16,)]
-    assert [x.dtype for x in whole[0]] == [torch.float32, torch.float32, torch.int64, torch.float32, torch.int64]
+    assert [x.shape for x in whole[0]] == [(16, 3, SIZE, SIZE), (16, CLASSES), (16,), (16,)]
+    assert [x.dtype for x in whole[0]] == [torch.float32, torch.float32, torch.int64, torch.int64]
     for world, micro_steps, first in ((2, 1, 0), (4, 1, 1), (1, 2, 3), (2, 2, 0)):
         parts = assembled(first, 5, world, micro_steps, None, augment)
         assert all(same(a, b) for a, b in zip(parts, whole[first:], strict=True)), (world, micro_steps, first)
@@ -180,7 +180,7 @@ def test_images_are_normalised_and_labels_their_own() -> None:
     pixels = torch.from_numpy(s.pixels()[batch.index.numpy()]).permute(0, 3, 1, 2)
     mean, std = (torch.tensor(x)[:, None, None] for x in (VIEW.mean, VIEW.std))
     assert torch.equal(batch.images, (pixels.float() / 255 - mean) / std)
-    assert torch.equal(batch.labels, batch.index % CLASSES) and (batch.weight == 1).all()
+    assert torch.equal(batch.labels, batch.index % CLASSES)
     assert torch.equal(batch.targets, torch.eye(CLASSES)[batch.labels])
 
 
@@ -247,16 +247,12 @@ def test_repeated_augmentation() -> None:
 @pytest.mark.parametrize(("n", "world"), [(13, 3), (2, 3)])
 def test_every_image_is_evaluated_once(n: int, world: int, make: Any) -> None:
     seen: Counter[int] = Counter()
-    lengths = set()
     for rank in range(world):
-        s = EvalStream(make(n), VIEW, batch_size=4, shard=Shard(rank, world))
-        batches = list(s)
-        lengths |= {len(s), len(batches)}
-        for batch in batches:
-            assert [len(x) for x in batch] == [4] * 5
-            seen.update(batch.index[batch.weight > 0].tolist())
+        for batch in EvalStream(make(n), VIEW, batch_size=4, shard=Shard(rank, world)):
+            assert len({len(x) for x in batch}) == 1 and 0 < len(batch.index) <= 4
+            seen.update(batch.index.tolist())
             assert torch.equal(batch.labels, batch.index % CLASSES)
-    assert seen == Counter(range(n)) and len(lengths) == 1
+    assert seen == Counter(range(n))
 
 
 def test_evaluation_resizes_and_cuts_as_said() -> None:
@@ -265,9 +261,7 @@ def test_evaluation_resizes_and_cuts_as_said() -> None:
     s = toy(6, size=25)
     resident, by_worker = (list(EvalStream(s, view, batch_size=4, path=path)) for path in ("resident", "workers"))
     for one, two in zip(resident, by_worker, strict=True):
-        assert torch.equal(one.weight, two.weight)
         assert ((one.images - two.images) * torch.tensor(view.std)[:, None, None] * 255).abs().max() < 1.01
-    assert resident[0].weight.tolist() == [1, 1, 1, 1] and resident[1].weight.tolist() == [1, 1, 0, 0]
     again = list(EvalStream(s, view, batch_size=4, path="workers", workers=2))
     assert all(same(a, b) for a, b in zip(again, by_worker, strict=True))
 

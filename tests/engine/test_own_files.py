@@ -232,7 +232,7 @@ def test_the_same_images_elsewhere_are_the_same(tmp_path: Path) -> None:
 def test_an_evaluation_notices_them_too(tmp_path: Path) -> None:
     recipe, data = on_pictures(tmp_path / "data", "schedule.epochs=1"), solid(tmp_path / "data")
     go(recipe, tmp_path / "run")
-    assert evaluated_by(tmp_path / "run") is not None
+    assert evaluated_by(tmp_path / "run")[0] is not None
     exchange(data / "test")
     with pytest.raises(BadFileError, match="has changed since the run"):
         evaluated_by(tmp_path / "run")

@@ -89,7 +89,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "while the oldest is removed": lambda: at_audit("os.remove", "model.safetensors"),
     "before the last one is removed": lambda: at_audit("os.rename", "/step_00000006 "),  # no other save follows
     "in a step, between two optimizers": lambda: at_call(Muon, "step", 8),
-    "in an evaluation": lambda: at_call(evaluate, "_add", 2),
+    "in an evaluation": lambda: at_call(evaluate, "precision", 2),
     "while the model is written": lambda: at_half("model.safetensors", ".final."),
     "in a line of the journal": lambda: at_half("journal.jsonl", "", 12),
     "before the first checkpoint": lambda: at_call(Muon, "step", 2),

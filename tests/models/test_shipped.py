@@ -67,7 +67,9 @@ def test_create_model_takes_them() -> None:
     other = create_model("dmst_digits", pretrained=True, num_classes=3)
     assert other(stored["images"]).shape == (8, 3) and not other.class_names
     assert torch.equal(other.blocks[0].operator.subspace.weight, model.blocks[0].operator.subspace.weight)
-    with pytest.raises(OptionError, match=r"weights of dmst_digits do not fit: operator 'dmsa' \(here 'tssa'\)"):
+    with pytest.raises(
+        OptionError, match=r"weights dmst_digits, which are of another network: operator 'dmsa' \(here 'tssa'\)"
+    ):
         create_model("dmst_digits", pretrained=True, operator="tssa")
     with pytest.raises(OptionError, match=r"no weights ship for dmst_small_patch16_224\. Those that do: .*dmst_digits"):
         create_model("dmst_small", pretrained=True)
