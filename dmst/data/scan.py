@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import PIL
+from torch.utils.data import Dataset
 
 from dmst import atomic
 from dmst.data.sets import ImageSet, digest
-from dmst.errors import BadImageError, DmstError, choose
+from dmst.data.workers import through_workers
+from dmst.errors import BadImageError, choose
 
 SHARE = 1000  # one image in so many may be bad
 LISTED = 200
@@ -84,68 +80,31 @@ def look(
 
 def _look(image_set: ImageSet, workers: int, tick: Callable[[int, int], None]) -> Scanned:
     bad: Bad = {}
-    marks: list[bytes] = []
-    total = len(image_set)
+    total, marks = len(image_set), []
     stretches = [range(start, min(start + STRETCH, total)) for start in range(0, total, STRETCH)]
+    for stretch, found in zip(stretches, through_workers(_Looks(image_set), stretches, workers, list), strict=True):
+        bad.update((index, reason) for index, (_, reason) in zip(stretch, found, strict=True) if reason)
+        marks.append(b"".join(mark for mark, _ in found))
+        tick(stretch.stop, total)
+    return Scanned(bad, digest(*marks))
 
-    def gather(answers: Iterable[tuple[Bad, bytes]]) -> Scanned:
-        for stretch, (found, hashes) in zip(stretches, answers, strict=True):
-            bad.update(found)
-            marks.append(hashes)
-            tick(stretch.stop, total)
-        return Scanned(bad, digest(*marks))
 
-    if not workers:
-        return gather(_answer(image_set, stretch) for stretch in stretches)
-    spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may never wake up
-    with ProcessPoolExecutor(min(workers, len(stretches)), spawn, _begin, (image_set, os.getpid())) as pool:
+class _Looks(Dataset):
+    """By index: a hash of the image, or why it is bad."""
+
+    def __init__(self, image_set: ImageSet) -> None:
+        self.image_set = image_set
+
+    def __getitem__(self, index: int) -> tuple[bytes, str]:
         try:
-            return gather(pool.map(_work, stretches))
-        except BrokenProcessPool as error:
-            raise DmstError(
-                "a process that looks at images has died. Mostly memory ran out: use fewer workers. (A script that starts "
-                'workers keeps its own code under if __name__ == "__main__":.)'
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)  # a Ctrl-C does not wait for all images
-
-
-_theirs: list[ImageSet] = []  # of a worker process: its set
-
-
-def _begin(image_set: ImageSet, parent: int) -> None:
-    """In a worker process: the set is sent once."""
-    _theirs.append(image_set)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
-
-
-def end_with(parent: int) -> None:
-    """End this process soon after its parent: one that was killed could not do it."""
-    while os.getppid() == parent:
-        threading.Event().wait(1.0)
-    os._exit(1)
-
-
-def _work(stretch: range) -> tuple[Bad, bytes]:
-    return _answer(_theirs[0], stretch)
-
-
-def _answer(image_set: ImageSet, stretch: range) -> tuple[Bad, bytes]:
-    """What is bad in a stretch, and a hash of each image that is not."""
-    bad: Bad = {}
-    marks = []
-    for index in stretch:
-        try:
-            image_set.read(index)
-            source = image_set.source(index)
+            self.image_set.read(index)
+            source = self.image_set.source(index)
             raw = source if isinstance(source, bytes) else source.read_bytes()
-            marks.append(hashlib.blake2b(raw, digest_size=16).digest())
         except BadImageError as error:
-            bad[index] = error.reason or str(error)
+            return b"", error.reason or str(error)
         except Exception as error:
-            bad[index] = f"{type(error).__name__}: {error}"
-    return bad, b"".join(marks)
+            return b"", f"{type(error).__name__}: {error}"
+        return hashlib.blake2b(raw, digest_size=16).digest(), ""
 
 
 def _refusal(image_set: ImageSet, bad: Bad, on_bad: str, most: int) -> BadImageError:

@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from dmst.data import chance, geometry
 from dmst.data.augment import Augment
 from dmst.data.batching import View
-from dmst.data.scan import end_with
 from dmst.data.sets import ImageSet
 from dmst.errors import BadImageError, DmstError
 
@@ -61,53 +60,58 @@ def collate(found: list[Tensor | BadImageError]) -> Tensor | BadImageError:
     return next((x for x in found if isinstance(x, BadImageError)), None) or default_collate(found)
 
 
+def read(samples: Samples, keys: Any, workers: int, device: torch.device) -> Iterator[Tensor]:
+    """The batches of `keys`, an iterable of lists of keys, in its order: uint8 (b, c, size, size) on the device."""
+    for found in through_workers(samples, keys, workers, collate, pin_memory=device.type == "cuda"):
+        if isinstance(found, BadImageError):
+            raise found
+        yield found.to(device, non_blocking=True)
+
+
+def through_workers(
+    dataset: Dataset, keys: Any, workers: int, collate: Callable[[list[Any]], Any], pin_memory: bool = False
+) -> Iterator[Any]:
+    """What `collate` makes of the items of each list of keys, in order; without workers, in this process."""
+    loader = DataLoader(
+        dataset,
+        batch_sampler=keys,
+        num_workers=workers,
+        collate_fn=collate,
+        generator=torch.Generator(),  # else every start of workers would draw from the global one
+        worker_init_fn=partial(_apart, parent=os.getpid()) if workers else None,
+        pin_memory=pin_memory,
+    )
+    batches = _without_handler(lambda: iter(loader))
+    try:
+        yield from batches
+    except (RuntimeError, OSError, EOFError) as error:  # the last two: a batch waited in the memory of the dead
+        told = str(error)
+        died = told.startswith("DataLoader worker") if isinstance(error, RuntimeError) else not told.startswith("Caught ")
+        if not workers or not died:
+            raise
+        raise DmstError(
+            f"a worker process that reads images has died ({told.strip() or type(error).__name__}). Mostly memory ran out: try "
+            f"fewer workers than {workers}, or look for the kernel's out-of-memory messages."
+        ) from error
+    finally:
+        if workers:  # now: left to the garbage collector, their queues may go first, and each is waited for five seconds
+            batches._shutdown_workers()  # type: ignore[attr-defined]
+
+
 def _apart(worker: int, parent: int) -> None:
     """A process group of its own: Ctrl-C and a signal to the whole group ask the run to end, which still needs its workers.
 
     It ends with its parent. torch's own look-out takes whoever is the parent when it begins, and a kill may come before that.
     """
     os.setpgid(0, 0)
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
-def read(samples: Samples, keys: Any, workers: int, device: torch.device) -> Iterator[Tensor]:
-    """The batches of `keys`, an iterable of lists of keys, in its order: uint8 (b, c, size, size) on the device."""
-    generator = torch.Generator()  # else every start of workers would draw from the global one
-    loader = DataLoader(
-        samples,
-        batch_sampler=keys,
-        num_workers=workers,
-        collate_fn=collate,
-        generator=generator,
-        worker_init_fn=partial(_apart, parent=os.getpid()) if workers else None,
-        pin_memory=device.type == "cuda",
-    )
-    batches = _without_handler(lambda: iter(loader))
-    try:
-        while True:
-            try:
-                found = next(batches)
-            except StopIteration:
-                return
-            except (RuntimeError, OSError, EOFError) as error:
-                if not workers or not _says_that_one_died(error):
-                    raise
-                raise DmstError(
-                    f"a worker process that reads images has died ({str(error).strip() or type(error).__name__}). "
-                    f"Mostly memory ran out: try fewer workers than {workers}, or look for the kernel's out-of-memory messages."
-                ) from error
-            if isinstance(found, BadImageError):
-                raise found
-            yield found.to(device, non_blocking=True)
-    finally:
-        if workers:  # now: left to the garbage collector, their queues may go first, and each is waited for five seconds
-            batches._shutdown_workers()  # type: ignore[attr-defined]
-
-
-def _says_that_one_died(error: Exception) -> bool:
-    """torch says so; or a batch that waits in a dead worker's memory cannot be fetched. What a worker caught is not meant."""
-    told = str(error)
-    return told.startswith("DataLoader worker") if isinstance(error, RuntimeError) else not told.startswith("Caught ")
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent: one that was killed could not do it."""
+    while os.getppid() == parent:
+        threading.Event().wait(1.0)
+    os._exit(1)
 
 
 def _without_handler(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:

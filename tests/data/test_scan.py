@@ -19,6 +19,8 @@ from dmst.data.scan import scan_all
 from dmst.data.sets import ArraySet, FileSet, ImageSet, subset
 from dmst.errors import BadImageError, DmstError, OptionError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # from Python 3.12 on
+
 
 def scan(image_set: ImageSet, *, cache: Path | None = None, **options: Any) -> frozenset[int]:
     """The indices of the bad images of one set."""
@@ -157,7 +159,7 @@ def test_a_worker_that_dies(tmp_path: Path) -> None:
     images = folder_of(tmp_path / "set", 300)
     images.__class__ = Deadly
     start = time.perf_counter()
-    with pytest.raises(DmstError, match="a process that looks at images has died"):
+    with pytest.raises(DmstError, match="a worker process that reads images has died"):
         scan(images, workers=2)
     assert time.perf_counter() - start < 30
     assert not multiprocessing.active_children()
