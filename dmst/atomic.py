@@ -3,7 +3,6 @@
     write_text, write_bytes(path, data)    .<name>.<random> beside it, synced, then one rename
     write_folder(folder, files, size)      the same with a folder; an old one steps aside to .<name>.old.<random> until the
                                            new one is in its place
-    append(path, data)                     to the end of a file of ours
     read(path)                             no pipe, device or pickle, and no more bytes than asked for
     sealed(told), read_sealed              JSON whose last entry, self_sha256, covers the rest
 
@@ -98,17 +97,6 @@ def set_aside(folder: Path) -> list[Path]:
 def temporary(path: Path, kind: str = "") -> Path:
     """A name beside `path` that nobody can have prepared; beside it, for a rename stays on one disk."""
     return path.with_name(f".{fitting(path.name)}.{kind}{secrets.token_hex(8)}")
-
-
-def append(path: Path, data: bytes) -> None:
-    """Add to the end of a file, which is made if there is none. OSError if it is a link; a copy by `cp -al` stays as it is."""
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link, and links are not followed")
-    if path.exists() and path.stat().st_nlink > 1:
-        write_bytes(path, path.read_bytes() + data)
-        return
-    with path.open("ab") as file:
-        file.write(data)
 
 
 def remove(path: Path) -> None:

@@ -75,7 +75,8 @@ def check(rule: Field[Any], value: Any, name: str = "") -> Any:
         return {key: _check_entry(f"{name}.{key}", entry) for key, entry in value.items()}
     if rule.metadata["choices"] is not None:
         return choose(name, value, rule.metadata["choices"])
-    if kind in ("int", "float") and not _is_inside(value, **rule.metadata):
+    ends = rule.metadata
+    if kind in ("int", "float") and not (ends["low"] <= value <= ends["high"] and ends["above"] < value < ends["below"]):
         raise OptionError(f"{name} is {shown(value)}: it must be {rule_in_words(rule)}.")
     return value
 
@@ -91,10 +92,6 @@ def rule_in_words(rule: Field[Any]) -> str:
     if ends.keys() == {"low", "high"}:
         said = f"from {numbers['low']} to {numbers['high']}"
     return f"{WORDS[str(rule.type).removesuffix(' | None')]} {said}".strip()
-
-
-def _is_inside(value: float, low: float, high: float, above: float, below: float, **_: Any) -> bool:
-    return low <= value <= high and above < value < below
 
 
 def _check_entry(name: str, value: Any) -> bool | int | float | str:

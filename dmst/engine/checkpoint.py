@@ -31,7 +31,7 @@ from torch import Tensor
 
 from dmst import atomic
 from dmst.errors import BadFileError, OptionError, SaveError
-from dmst.models.tensors import from_bytes, not_finite, to_bytes
+from dmst.models.files import from_bytes, not_finite, to_bytes
 
 SCHEMA = 2
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", ".safetensors"

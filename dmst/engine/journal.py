@@ -12,6 +12,7 @@ With `keep_going` lines for which the disk has no room are dropped. `listeners` 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -35,7 +36,6 @@ class Journal:
         self.listeners = listeners
         self.check = check  # of (path, bytes) before a line is written: may the folder be written to?
         self.keep_going = False
-        self._before = ""  # what must come before the next line
 
     def take_back(self, step: int, *, ended: bool = False) -> list[dict[str, Any]]:
         """Drop what came after `step`, a line that a kill cut off, and the end if it was none; returns what is left."""
@@ -57,10 +57,12 @@ class Journal:
         if self.check:
             self.check(self.path, len(line))
         try:
-            atomic.append(self.path, (self._before + line).encode())
-            self._before = ""
+            if self.path.is_symlink():
+                raise OSError(errno.ELOOP, "it is a link, and links are not followed")
+            with self.path.open("ab") as file:
+                file.write(line.encode())
         except OSError as error:
-            full, self._before = error.errno in atomic.NO_ROOM, "\n"  # half of the line may be there
+            full = error.errno in atomic.NO_ROOM
             if not (full and self.keep_going):
                 raise (FullDiskError if full else SaveError)(
                     f"{self.path} could not be written ({error.strerror}): the run stops; its checkpoints are safe."

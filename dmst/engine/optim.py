@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -149,10 +149,3 @@ class Mean:
         torch._foreach_add_(self._mine, away)
         for mine, theirs in self._counts:
             mine.copy_(theirs)
-
-
-@torch.no_grad()
-def copy_tensors(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
-    """Copy by name into tensors that are in use."""
-    for name, tensor in tensors.items():
-        into[name].copy_(tensor)

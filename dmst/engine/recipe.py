@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -265,12 +264,12 @@ def _shipped() -> dict[str, bytes]:
 
 def _read(path: Path) -> bytes:
     try:
-        if path.is_file():  # a pipe would wait for ever
-            with path.open("rb") as file:
-                return file.read(FILE + 1)
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), "", f"it could not be read ({error}).") from error
-    raise ConfigError(str(path), "", "there is no such file.")
+        if not path.is_file():  # a pipe would wait for ever
+            raise ConfigError(str(path), "", "there is no such file.")
+        with path.open("rb") as file:
+            return file.read(FILE + 1)
+    except OSError as error:
+        raise ConfigError(str(path), "", f"it could not be read ({error.strerror}).") from error
 
 
 def _parse(data: bytes, source: str) -> dict[str, Any]:
@@ -279,26 +278,18 @@ def _parse(data: bytes, source: str) -> dict[str, Any]:
         raise ConfigError(source, "", f"it has more than {FILE:,} bytes, which no recipe needs.")
     try:
         return tomllib.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        count = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(source, f"line {count}", "it is not UTF-8 text.") from error
-    except RecursionError as error:
-        raise ConfigError(source, "", "it is nested too deeply.") from error
-    except ValueError as error:  # TOMLDecodeError is one; so is what int() says to 5,000 digits
-        text, place = str(error), re.search(r"\s*\(at (line \d+|end of document).*\)", str(error))
-        where = place[1].replace("end of document", "its end") if place else ""
-        raise ConfigError(source, where, f"it is not TOML: {text[: place.start()] if place else text}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(source, "", f"it is not TOML in UTF-8: {error}.") from error
 
 
 def _build(data: bytes, source: str, overrides: Sequence[str] = ()) -> Recipe:
     tables: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for name, table in _parse(data, source).items():
-        with reported(source, name):
-            choose("section", name, SECTIONS)
         if not isinstance(table, dict):
             raise ConfigError(source, name, f"{name} must be a section: a line [{name}], and its keys below.")
         for key, value in table.items():
-            _put(tables, name, key, value, source)
+            with reported(source, f"{name}.{key}"):
+                tables[name][key] = check(_rule(name, key), value, f"{name}.{key}")
     before = dict(tables["schedule"])
     for override in overrides:
         _override(tables, override)
@@ -319,41 +310,34 @@ def _override(tables: dict[str, dict[str, Any]], override: str) -> None:
     """Set one key: "optim.lr=2e-4", "model.options.mode=equation". Bare words are text where text is asked for."""
     source = f"--set {override[:80]}"
     dotted, equals, text = (part.strip() for part in override.partition("="))
-    name, _, key = dotted.partition(".")
-    key, _, option = key.partition(".")
+    name, key, option = [*dotted.split(".", 2), "", ""][:3]
     if not (equals and name and key):
         raise ConfigError(source, "", "it must be section.key=value, as optim.lr=2e-4.")
-    kind = str(_rule(name, key, source).type)
-    if option and not kind.startswith("dict"):
-        raise ConfigError(source, dotted, f"{name}.{key} is no table and has no {option!r}.")
-    bare = text.isidentifier() and text not in ("true", "false") if option else kind == "str" and text[:1] not in ("'", '"')
     with reported(source, dotted):
+        rule = _rule(name, key)
+        kind = str(rule.type)
+        if option and not kind.startswith("dict"):
+            raise OptionError(f"{name}.{key} is no table and has no {option!r}.")
+        bare = text.isidentifier() and text not in ("true", "false") if option else kind == "str" and text[:1] not in ("'", '"')
         value = text if bare else _parse_value(text)
-    _put(tables, name, key, tables[name].get(key, {}) | {option: value} if option else value, source)
+        value = tables[name].get(key, {}) | {option: value} if option else value
+        tables[name][key] = check(rule, value, f"{name}.{key}")
 
 
 def _parse_value(text: str) -> Any:
     """The value of `key = text`."""
     try:
-        tables = _parse(f"value = {text}".encode(errors="surrogatepass"), "")
-        if list(tables) == ["value"]:
-            return tables["value"]
-    except ConfigError:
-        pass
-    raise OptionError(f'{shown(text)} is no value of TOML; such are 1, 0.5, 2e-4, true and "text".')
+        tables = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        tables = {}
+    if list(tables) != ["value"]:
+        raise OptionError(f'{shown(text)} is no value of TOML; such are 1, 0.5, 2e-4, true and "text".')
+    return tables["value"]
 
 
-def _put(tables: dict[str, dict[str, Any]], name: str, key: str, value: Any, source: str) -> None:
-    rule = _rule(name, key, source)
-    with reported(source, f"{name}.{key}"):
-        tables[name][key] = check(rule, value, f"{name}.{key}")
-
-
-def _rule(name: str, key: str, source: str) -> Field[Any]:
-    with reported(source, name):
-        rules = SECTIONS[choose("section", name, SECTIONS)].rules()
-    with reported(source, f"{name}.{key}"):
-        return rules[choose(f"key of [{name}]", key, rules)]
+def _rule(name: str, key: str) -> Field[Any]:
+    rules = SECTIONS[choose("section", name, SECTIONS)].rules()
+    return rules[choose(f"key of [{name}]", key, rules)]
 
 
 def _shorten_warmup(before: dict[str, Any], now: dict[str, Any]) -> None:

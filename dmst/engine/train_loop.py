@@ -38,14 +38,14 @@ from dmst.engine.checkpoint import RunFolder, State
 from dmst.engine.console import Clock, Quiet
 from dmst.engine.distributed import Group, joined
 from dmst.engine.evaluate import Score, evaluate
-from dmst.engine.optim import copy_tensors, lr_factor
+from dmst.engine.optim import lr_factor
 from dmst.engine.prepare import RECIPE
 from dmst.engine.recipe import Recipe, differences, from_toml
 from dmst.engine.summary import summary
 from dmst.engine.train_step import StepMetrics, TrainStep
 from dmst.errors import ConfigError, DmstError, FullDiskError, NonFiniteError, OptionError, Stopped
-from dmst.models import VisionModel, load_model, save_model
-from dmst.models.tensors import fit
+from dmst.models import VisionModel, save_model
+from dmst.models.files import CONFIG, fit, to_bytes
 
 FINAL = "final"
 LEFT = re.compile(r"\.(final|recipe\.toml|journal\.jsonl|scan-\w+\.json|report\.html)\..+")  # by kills while these were written
@@ -212,13 +212,15 @@ class _Run:
                         if name not in found.tensors:
                             raise OptionError(f"the checkpoint of step {found.step} has no {name}: its recipe was another.")
                         fit(found.tensors[name], tensors, "the checkpoint")
-                        copy_tensors(found.tensors[name], tensors)
+                        for key, tensor in tensors.items():
+                            tensor.data.copy_(found.tensors[name][key])
         told = self.group.broadcast_text(told)
         if told:
             for tensors in self._tensors().values():
                 self.group.broadcast(tensors.values())
             self._take(State(**json.loads(told)))
-        kept = self.log.take_back(self.step if told else -1, ended=bool(told) and self._has_final())
+        ended = self.step == self.steps and not self.changed and (self.folder.path / FINAL / CONFIG).is_file()
+        kept = self.log.take_back(self.step if told else -1, ended=ended)
         known = {(event["event"], event["step"]) for event in kept}
         self.ended = ("end", self.step) in known
         if not told or self.changed:
@@ -242,13 +244,6 @@ class _Run:
         if state.processes != self.group.world:
             words = f"{self.group.world} processes instead of {state.processes}"
             self.watch.say(f"It goes on with {words}: the same bits are promised for the same number only.")
-
-    def _has_final(self) -> bool:
-        """Whether final/ is there, whole, and of this recipe."""
-        if self.group.main and self.step == self.steps and not self.changed:
-            with suppress(DmstError):
-                return load_model(self.folder.path / FINAL) is not None
-        return False
 
     def _check_same(self, state: State, allow_change: bool) -> None:
         """The images must be the same. What else decides the bits is told where it differs, and refused where bits count."""
@@ -355,12 +350,8 @@ class _Run:
         except DmstError as error:
             # The state before the step is saved: nothing is lost. What fails on one process only is not waited for.
             if self.tried != step and (self.group.world == 1 or isinstance(error, NonFiniteError)):
-                try:
+                with suppress(DmstError):
                     self._save()
-                except DmstError as another:
-                    self.watch.say(str(another))
-            if self.signals.received and self.group.world == 1:  # a signal to all of a group ends the workers of images too
-                raise self._stopped() from error
             raise
         self.step += 1
         count = stream.batch_size
@@ -442,7 +433,7 @@ class _Run:
     def _save(self) -> None:
         self.watch.pause("saving")
         tensors = self._tensors()
-        if self.group.world > 1 and not self.group.all_same(digest_of(tensors["model"])):
+        if self.group.world > 1 and not self.group.all_same(hashlib.sha256(to_bytes(tensors["model"])).hexdigest()):
             raise NonFiniteError(f"after step {self.step} the processes have different weights: the run stops, unsaved.")
         with self.group.together("saving"):
             if self.group.main:
@@ -531,12 +522,3 @@ def machine(device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         return {"device": provenance.device_name(device)}
     return {"device": "CPU", "threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
-
-
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over names and bytes."""
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        found.update(name.encode())
-        found.update(tensors[name].detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()

@@ -1,6 +1,6 @@
 """Networks: one Block, one VisionModel, four families as tables.
 
-config.py (what decides a network)   zoo.py (the named ones)   files.py (saved ones, tensors.py in them)
+config.py (what decides a network)   zoo.py (the named ones)   files.py (saved ones)
 vision.py = stems.py -> positions.py -> block.py x depth -> class_attention.py -> classifier
 block.py  = operator + residual.py, then feedforward.py
 """

@@ -15,10 +15,14 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
+import torch
 from torch import Tensor
 
 import dmst
@@ -26,7 +30,6 @@ from dmst import atomic
 from dmst.errors import BadFileError, OptionError, shown
 from dmst.models.config import ModelConfig
 from dmst.models.preprocessing import normalise, pretrained_cfg
-from dmst.models.tensors import LONGEST_HEADER, fit, from_bytes, not_finite, to_bytes
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
 from dmst.operators import OPERATORS
@@ -35,6 +38,8 @@ from dmst.operators.table import REMEDY
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 LARGEST_CONFIG = 2**24  # timm's can hold the names of 21,841 classes
+LONGEST_HEADER = 2**23  # bytes, some 60,000 tensors; safetensors would read 100 MB, in a minute
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = False) -> Path:
@@ -50,10 +55,6 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
         raise OptionError(f"{folder} exists: choose another folder, or pass overwrite=True.")
     if taken and not (folder.is_dir() and all(x.name in (WEIGHTS, CONFIG) and x.is_file() for x in folder.iterdir())):
         raise OptionError(f"{folder} contains files that are not of a saved model: choose another folder.")
-    if any(x.is_meta for x in model.state_dict().values()):
-        raise OptionError(
-            "the model is on the meta device and has no values to save: model.to_empty(...), then load or init_weights."
-        )
     names, classes = model.class_names, model.config.num_classes
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names) or len(names) not in (0, classes):
         raise OptionError(f"class_names is {shown(names)}: it must be a tuple of {classes} names, one per class, or ().")
@@ -214,3 +215,48 @@ def _class_names(told: dict[str, Any], classes: int) -> tuple[str, ...]:
     names: Any = told.get("label_names")
     fits = isinstance(names, list) and len(names) == classes and all(isinstance(name, str) for name in names)
     return tuple(names) if fits else ()
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """A safetensors file of copies: tensors may lie on any device, in any strides, and share memory."""
+    return safetensors.torch.save({name: x.detach().to("cpu", copy=True).contiguous() for name, x in tensors.items()})
+
+
+def from_bytes(path: Path, raw: bytes) -> dict[str, Tensor]:
+    """What a safetensors file holds, by name; nothing in it is NaN or infinite."""
+    try:
+        if (length := int.from_bytes(raw[:8], "little")) > LONGEST_HEADER:
+            raise ValueError(f"its header is said to have {length:,} bytes, and {LONGEST_HEADER:,} is the most")
+        found = safetensors.torch.load(raw)
+        bad = not_finite(found)  # a RuntimeError where a tensor has more axes than torch computes with
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise BadFileError(f"{path} is not a safetensors file ({str(error).partition(chr(10))[0]}).") from error
+    if bad:
+        raise BadFileError(f"{path}: {bad} holds NaN or infinity.")
+    return found
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The first tensor that holds NaN or infinity."""
+    return next((name for name, x in tensors.items() if x.dtype in FLOATS and not torch.isfinite(x).all()), None)
+
+
+def fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str, *, any_float: bool = False) -> None:
+    """Exact names, shapes and dtypes, or BadFileError that says which differ. `any_float`: one floating dtype for all."""
+    lists = (("missing", sorted(wanted.keys() - found.keys())), ("unknown", sorted(found.keys() - wanted.keys())))
+    if told := [f"{word} {len(names)} ({', '.join(names[:3])}...)" for word, names in lists if names]:
+        raise BadFileError(f"{what} does not fit: {'; '.join(told)}.")
+    for name, x in wanted.items():
+        there, here = found[name], x
+        same_shape = there.shape == here.shape or (there.shape, here.shape) == ((), (1,))  # () in files of before 0.1.0
+        same_dtype = there.dtype == here.dtype or (any_float and there.dtype in FLOATS and here.dtype in FLOATS)
+        if not (same_shape and same_dtype):
+            raise BadFileError(
+                f"{what} does not fit: {name} is {there.dtype} of shape {tuple(there.shape)}, and {here.dtype} of shape "
+                f"{tuple(here.shape)} is needed."
+            )
+    if len(kinds := {x.dtype for x in found.values() if x.is_floating_point()}) > 1 and any_float:
+        raise BadFileError(f"{what} mixes {', '.join(sorted(map(str, kinds)))}: a model has one dtype.")

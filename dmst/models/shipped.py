@@ -22,8 +22,7 @@ from torch import Tensor
 from dmst import atomic
 from dmst.calibration import Measured
 from dmst.errors import BadFileError, OptionError
-from dmst.models.files import CONFIG, WEIGHTS, load_model
-from dmst.models.tensors import from_bytes
+from dmst.models.files import CONFIG, WEIGHTS, from_bytes, load_model
 from dmst.models.vision import VisionModel
 from dmst.operators.orthonormal import retract
 

@@ -40,7 +40,7 @@ TITLE = "Hostile configs"
 SECONDS = 5
 FIELDS = [field.name for field in fields(ModelConfig)]
 CHANGED, DAMAGED, SET, NETWORKS = 8000, 8000, 4000, 2000
-WHOLE_FILE = ("more than 16,384 bytes", "nested too deeply", "it is not TOML")  # refusals of no place in it
+WHOLE_FILE = ("more than 16,384 bytes", "it is not TOML")  # refusals of no place in it
 
 
 # --- what is promised ------------------------------------------------------------------------------------------------
@@ -56,10 +56,10 @@ def same_again(recipe: Recipe) -> None:
 def names_the_place(error: ConfigError, source: str, text: str) -> None:
     """The file, and a line that it has or a key that it holds; or one that must be there and is not."""
     assert error.file == source and error.reason and len(str(error)) < 3000, f"{error.file!r}: {str(error)[:200]}"
-    line = re.fullmatch(r"line (\d+)", error.where)
+    line = re.search(r"\(at line (\d+)", error.reason)
     parts = error.where.split(".")
     known = error.where in KEYS or ".".join(parts[:2]) in KEYS or error.where in SECTIONS
-    there = bool(error.where) and (known or error.where == "its end" or all(_written(part, text) for part in parts))
+    there = bool(error.where) and (known or all(_written(part, text) for part in parts))
     there = 1 <= int(line[1]) <= text.count("\n") + 1 if line else there
     assert there or any(reason in error.reason for reason in WHOLE_FILE), (
         f"no such place: {error.where!r}, {error.reason[:200]}"

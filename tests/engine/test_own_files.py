@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from dmst import atomic
 from dmst.engine import journal
 from dmst.engine.checkpoint import RunFolder
 from dmst.engine.prepare import evaluated_by
 from dmst.engine.train_loop import Result, train
 from dmst.errors import BadFileError, DmstError, OptionError
-from dmst.models import create_model, save_model
-from tests.runs import SAVED, Cut, CutAfter, digests, on_pictures, pictures, tiny
+from tests.runs import SAVED, Cut, CutAfter, on_pictures, pictures, tiny
 
 
 def go(recipe: Any, out: Path, **options: Any) -> Result:
@@ -66,41 +63,6 @@ def test_checkpoints_elsewhere_are_neither_written_nor_swept(tmp_path: Path) -> 
     assert os.listdir(elsewhere) == [".step_00000001.0123456789abcdef"]
 
 
-def test_a_file_that_is_a_link_is_replaced_not_written_through(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.write_text("mine")
-    (tmp_path / "page.html").symlink_to(mine)
-    atomic.write_text(tmp_path / "page.html", "new")
-    assert mine.read_text() == "mine" and not (tmp_path / "page.html").is_symlink()
-
-
-# --- hard links --------------------------------------------------------------------------------------------------------
-
-
-def test_a_hard_linked_copy_goes_on_by_itself(tmp_path: Path) -> None:
-    """`cp -al run copy`: what the copy does is not seen in the original, and both end in the same bits."""
-    recipe = tiny(*SAVED)
-    with pytest.raises(Cut):
-        go(recipe, tmp_path / "run", watch=CutAfter(7))
-    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=os.link)
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "lock"]
-    before = {path: path.read_bytes() for path in files}
-    go(recipe, copy)
-    assert {path: path.read_bytes() for path in files} == before
-    go(recipe, tmp_path / "run")
-    assert digests(copy) == digests(tmp_path / "run")
-
-
-def test_a_copy_made_in_mid_run_stays_as_it_was(tmp_path: Path) -> None:
-    log = journal.Journal(tmp_path)
-    log.write("start", 0)
-    os.link(log.path, tmp_path / "backup")  # type: ignore[arg-type]
-    before = (tmp_path / "backup").read_bytes()
-    log.write("step", 1)
-    assert (tmp_path / "backup").read_bytes() == before
-    assert [event["step"] for event in journal.read(tmp_path / journal.NAME)] == [0, 1]
-
-
 # --- while the folder is held ------------------------------------------------------------------------------------------
 
 
@@ -136,26 +98,6 @@ def test_every_file_is_synced_before_its_rename_and_its_folder_after(tmp_path: P
             assert ("fsync", str(Path(events[i][1]).parent)) in events[i:], events[i]
     first = next(i for i in renames if "/checkpoints/.step_" in events[i][1])
     assert ("fsync", str(run / journal.NAME)) in events[:first]  # what happened before a checkpoint is known after it
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_what_is_saved_follows_the_umask(mask: int, tmp_path: Path) -> None:
-    model = create_model("dmst_digits", num_classes=10)
-    old = os.umask(mask)
-    try:
-        folder = save_model(model, tmp_path / "model")
-        save_model(model, tmp_path / "model", overwrite=True)
-        page = atomic.write_text(tmp_path / "page.html", "x")
-        with RunFolder(tmp_path / "run"):
-            pass
-    finally:
-        os.umask(old)
-
-    def modes(*paths: Path) -> set[int]:
-        return {stat.S_IMODE(path.stat().st_mode) for path in paths}
-
-    assert modes(folder, tmp_path / "run", tmp_path / "run/checkpoints") == {0o777 & ~mask}
-    assert modes(*folder.iterdir(), page, tmp_path / "run/lock") == {0o666 & ~mask}
 
 
 # --- what changes the bits ---------------------------------------------------------------------------------------------

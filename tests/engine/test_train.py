@@ -151,7 +151,7 @@ def test_a_share_is_held_out_and_nothing_is_evaluated_where_nothing_is_asked_for
     assert [event["event"] for event in alone.journal[-3:]] == ["evaluation", "checkpoint", "end"]
 
 
-@pytest.mark.parametrize("size", [1, 7, 359, 1000])
+@pytest.mark.parametrize("size", [7, 1000])
 def test_every_image_is_counted_once_whatever_the_batch(size: int, reference: Result) -> None:
     score, image_set = evaluate_weights(reference.folder, "digits", batch_size=size, device="cpu")
     assert (score.images, score.right, score.right5, score.by_class) == (359, *reference.score[1:3], reference.score.by_class)
@@ -251,29 +251,6 @@ def test_a_change_that_cannot_be_gone_on_with(change: str, message: str, tmp_pat
         assert go(other, tmp_path, allow_config_change=True).journal[-1]["final"] == "model"
         with pytest.raises(OptionError, match="has no ema"):
             go(tiny(*EVERYTHING), tmp_path, allow_config_change=True)
-
-
-def test_other_images_are_refused(tmp_path: Path) -> None:
-    recipe = on_pictures(pictures(tmp_path / "data"))
-    with pytest.raises(Cut):
-        go(recipe, tmp_path / "run", watch=CutAfter(8))
-    (tmp_path / "data/test/block/003.png").unlink()
-    with pytest.raises(OptionError, match="images are not those"):
-        go(recipe, tmp_path / "run")
-    with pytest.raises(OptionError, match="images are not those"):
-        go(recipe, tmp_path / "run", allow_config_change=True)
-
-
-def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
-    class Second(Quiet):
-        def step(self, done: int, steps: int, values: dict[str, Any]) -> None:
-            if done == 2:
-                with pytest.raises(OptionError, match=f"{tmp_path} is in use"):
-                    go(tiny(), tmp_path)
-                raise Cut
-
-    with pytest.raises(Cut):
-        go(tiny(), tmp_path, watch=Second())
 
 
 # --- weights to start from -------------------------------------------------------------------------------------------
@@ -383,19 +360,6 @@ def test_memory_that_does_not_suffice(reference: Result, tmp_path: Path) -> None
     assert [name for name, x in wanted.items() if not torch.equal(x, held[name])] == []
 
 
-def test_the_error_of_a_step_outlives_a_failure_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainStream, "batches", spoilt("targets", math.nan, 4))
-
-    def full(*_: Any) -> None:
-        raise OptionError("no room")
-
-    said = Sayings()
-    monkeypatch.setattr(RunFolder, "save", full)
-    with pytest.raises(NonFiniteError, match="step 4"):
-        go(tiny(*RANDOM, "run.accumulate=2"), tmp_path, watch=said)
-    assert "no room" in said.text
-
-
 # --- fp16 ------------------------------------------------------------------------------------------------------------
 
 
@@ -412,17 +376,6 @@ def test_the_scaler_is_brought_back(tmp_path: Path) -> None:
     assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
     state = json.loads((tmp_path / "cut" / LAST / "state.json").read_text())
     assert state["scaler"] == [2.0**15, 10, 0]
-
-
-def test_a_change_of_precision_takes_no_scale_along(tmp_path: Path) -> None:
-    """Without clipping a wrong scale shows at once: muon and adamw hide it."""
-    sizes = []
-    for first in ("fp16", "none"):
-        with pytest.raises(Cut):
-            go(tiny(*SAVED, "optim.clip_grad=0.0", f"run.amp={first}"), tmp_path / first, watch=CutAfter(4))
-        after = go(tiny(*SAVED, "optim.clip_grad=0.0"), tmp_path / first, allow_config_change=True)
-        sizes.append([event["norm"] for event in after.journal if event["event"] == "step"][3])
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.2)
 
 
 # --- how weights are stepped -----------------------------------------------------------------------------------------

