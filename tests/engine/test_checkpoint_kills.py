@@ -242,7 +242,7 @@ def holding(*steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("which", "least"), [pytest.param("some_events", 24, id="24"), pytest.param("every_event", 180, marks=pytest.mark.process)]
+    ("which", "least"), [pytest.param("some_events", 24, id="24"), pytest.param("every_event", 170, marks=pytest.mark.process)]
 )
 def test_a_kill_at_any_event_leaves_a_whole_checkpoint_and_nothing_else(which: str, least: int, tmp_path: Path) -> None:
     records = lines(which, tmp_path)
@@ -281,7 +281,7 @@ def test_the_events_are_all_there_and_in_an_order_that_a_power_cut_respects(tmp_
         next(i for i, event in enumerate(events) if event.startswith("os.remove") and event.endswith(tuple(FILES))),
         next(i for i, event in enumerate(events) if event.startswith("os.rmdir")),
     ]
-    assert order == sorted(order) and len(events) > 60, events
+    assert order == sorted(order) and len(events) > 50, events
     assert events.count("synced run/checkpoints") == 2  # by the save, and by the prune before it removes anything
 
 
