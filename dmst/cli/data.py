@@ -75,12 +75,12 @@ def data_info(
         console.print(_grid(("", ""), zip(SPLITS, (told for told, _ in found), strict=True)))
         return
     console.print(Text.assemble((entry.title, "bold"), f"  {name}"), _grid(("", ""), _facts(name, entry)), "", sep="\n")
-    if not data_dir and not entry.built_in:
+    if not data_dir and entry.places:
         say(NO_FOLDER)
         return
     rows, well = [], True
     for split in entry.counts:
-        place = "in scikit-learn" if entry.built_in else located(entry, split, Path(data_dir))
+        place = located(entry, split, Path(data_dir)) if entry.places else entry.layout
         if place is None:
             rows.append((split, f"not in {data_dir}"))
             continue
@@ -160,9 +160,9 @@ def _facts(name: str, entry: Entry) -> Iterator[tuple[str, str]]:
     yield "cite", entry.citation
     if entry.files:
         yield "fetch", f"dmst data fetch {name}    {sum(file.bytes for file in entry.files) / 1e6:,.0f} MB"
-    if entry.format:
-        places = dict.fromkeys(place for split in entry.format.places.values() for place in split)
-        yield "read as", f"{entry.format.what}: {', '.join(places)}"
+    if entry.places:
+        places = dict.fromkeys(place for split in entry.places.values() for place in split)
+        yield "read as", f"{entry.layout}: {', '.join(places)}"
 
 
 def _opened(name: str, split: str, data_dir: str | None) -> tuple[str, bool]:
@@ -186,12 +186,12 @@ def _here(name: str, entry: Entry, data_dir: str | None) -> str:
 
     from dmst.data.catalog import located
 
-    if entry.format is None:
-        return "in scikit-learn" if find_spec("sklearn") else "no: pip install 'dmst[data]'"
+    if not entry.places:
+        return entry.layout if find_spec("sklearn") else "no: pip install 'dmst[data]'"
     found = [split for split in entry.counts if data_dir and located(entry, split, Path(data_dir))]
     if not found:
         return f"no: dmst data fetch {name}"  # of ImageNet it says how to get it
-    return entry.format.what if len(found) == len(entry.counts) else f"{entry.format.what}, {' and '.join(found)} only"
+    return entry.layout if len(found) == len(entry.counts) else f"{entry.layout}, {' and '.join(found)} only"
 
 
 def _grid(columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> Table:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dmst.data.formats import SPLITS, Asked, Format, arrays, folders, huggingface, imagenet, lists, shards
+from dmst.data.formats import SPLITS, Asked, arrays, folders, huggingface, lists, reading, shards
 from dmst.data.sets import ImageSet, complete
 from dmst.errors import BadFileError, OptionError, choose, unknown_name
 
@@ -51,8 +51,9 @@ class Entry(NamedTuple):
     source: str
     citation: str
     statistics: Statistics
-    format: Format | None = None
-    built_in: Callable[[Asked], ImageSet] | None = None  # needs no data folder
+    layout: str  # in a message: "official binary batches"
+    places: Mapping[str, tuple[str, ...]]  # by split, below the data folder: the first that exists is handed to `read`
+    read: Callable[[Path, Asked], ImageSet]
     site: str = ""  # where `dmst data fetch` gets the files
     files: tuple[File, ...] = ()
     by_hand: str = ""  # where it gets none: what to do
@@ -64,6 +65,10 @@ class Entry(NamedTuple):
 
 def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
+
+
+def both(*places: str) -> dict[str, tuple[str, ...]]:
+    return {"train": places, "test": places}
 
 
 CIFAR10 = words("airplane automobile bird cat deer dog frog horse ship truck")
@@ -107,8 +112,10 @@ CATALOG: Mapping[str, Entry] = {
         source="scikit-learn, from the UCI Machine Learning Repository",
         citation="E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, 1998",
         statistics=Statistics((0.5,), (0.5,)),
+        layout="in scikit-learn",
+        places={},
+        read=arrays.read_digits,
         by_hand="digits needs no download: it comes with scikit-learn (pip install 'dmst[data]').",
-        built_in=arrays.read_digits,
     ),
     "cifar10": Entry(
         title="CIFAR-10",
@@ -119,7 +126,9 @@ CATALOG: Mapping[str, Entry] = {
         source="https://www.cs.toronto.edu/~kriz/cifar.html",
         citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
         statistics=CIFAR,
-        format=arrays.cifar("cifar-10-batches-bin"),
+        layout="official binary batches",
+        places=both("cifar-10-batches-bin"),
+        read=arrays.read_cifar,
         site="https://www.cs.toronto.edu/~kriz",
         files=(File("cifar-10-binary.tar.gz", 170_052_171, "c32a1d4ab5d03f1284b67883e8d87530", "cifar-10-batches-bin"),),
     ),
@@ -132,7 +141,9 @@ CATALOG: Mapping[str, Entry] = {
         source="https://www.cs.toronto.edu/~kriz/cifar.html",
         citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
         statistics=CIFAR,
-        format=arrays.cifar("cifar-100-binary"),
+        layout="official binary batches",
+        places=both("cifar-100-binary"),
+        read=arrays.read_cifar,
         site="https://www.cs.toronto.edu/~kriz",
         files=(File("cifar-100-binary.tar.gz", 168_513_733, "03b5dce01913d631647c71ecec9e9cb8", "cifar-100-binary"),),
     ),
@@ -145,7 +156,9 @@ CATALOG: Mapping[str, Entry] = {
         source="http://ufldl.stanford.edu/housenumbers",
         citation="Y. Netzer et al., Reading Digits in Natural Images with Unsupervised Feature Learning, 2011",
         statistics=CIFAR,
-        format=arrays.svhn(),
+        layout="official .mat files",
+        places={split: (f"{split}_32x32.mat", f"svhn/{split}_32x32.mat") for split in SPLITS},
+        read=arrays.read_svhn,
         site="https://ufldl.stanford.edu/housenumbers",
         files=(
             File("train_32x32.mat", 182_040_794, "e26dedcc434d2e4c54c9b2d4a06d8373"),
@@ -161,7 +174,9 @@ CATALOG: Mapping[str, Entry] = {
         source="https://www.robots.ox.ac.uk/~vgg/data/pets",
         citation="O. M. Parkhi et al., Cats and Dogs, 2012",
         statistics=IMAGENET,
-        format=lists.pets(),
+        layout="official images/ and annotations/",
+        places=both("oxford-iiit-pet/annotations", "pets/annotations", "annotations"),
+        read=lists.read_pets,
         site="https://www.robots.ox.ac.uk/~vgg/data/pets/data",
         files=(
             File("oxford-iiit-pet/images.tar.gz", 791_918_971, "5c4f3ee8e5d25df40f4fd59a7f44e54c", "images"),
@@ -177,7 +192,9 @@ CATALOG: Mapping[str, Entry] = {
         source="https://data.vision.ee.ethz.ch/cvl/datasets_extra/food-101",
         citation="L. Bossard et al., Food-101: Mining Discriminative Components with Random Forests, 2014",
         statistics=IMAGENET,
-        format=lists.food(),
+        layout="official images/ and meta/",
+        places=both("food-101/meta", "food101/meta", "meta"),
+        read=lists.read_food,
         site="https://data.vision.ee.ethz.ch/cvl",
         files=(File("food-101.tar.gz", 4_996_278_331, "85eeb15f3717b99a5da872d97d918f87", "food-101"),),
     ),
@@ -190,7 +207,9 @@ CATALOG: Mapping[str, Entry] = {
         source="http://cs231n.stanford.edu/tiny-imagenet-200.zip; the test split is the validation set, which has labels",
         citation="Y. Le, X. Yang, Tiny ImageNet Visual Recognition Challenge, 2015",
         statistics=TINY,
-        format=lists.tiny_imagenet(),
+        layout="official train/ and val/",
+        places=both("tiny-imagenet-200"),
+        read=lists.read_tiny_imagenet,
         by_hand=UNZIP,
     ),
     "imagenet": Entry(
@@ -202,7 +221,12 @@ CATALOG: Mapping[str, Entry] = {
         source="https://image-net.org, with an account; the test split is the validation set, as everywhere",
         citation="O. Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, 2015",
         statistics=IMAGENET,
-        format=imagenet.imagenet(),
+        layout="train/ and val/",
+        places={
+            split: tuple(f"{folder}{name}" for folder in ("imagenet/", "ILSVRC2012/", f"{lists.CHALLENGE}/", ""))
+            for split, name in (("train", "train"), ("test", "val"))
+        },
+        read=lists.read_imagenet,
         by_hand=REGISTER,
     ),
 }
@@ -210,18 +234,19 @@ CATALOG: Mapping[str, Entry] = {
 
 def open_set(name_or_folder: str | Path, split: str, *, data_dir: str | Path | None = None) -> ImageSet:
     """A split of a dataset of the catalog, or of a folder (also one below the data folder)."""
-    name = str(name_or_folder)
+    name, told = str(name_or_folder), data_dir if data_dir is not None else os.environ.get(VARIABLE)
+    data_folder = Path(told) if told else None
     if name not in CATALOG:
-        return complete(_open_folder(name, split, data_dir))
+        return complete(_open_folder(name, split, data_folder))
     entry = CATALOG[name]
     choose(f"split of {name}", split, entry.counts)
-    asked = Asked(name, split, entry.classes if isinstance(entry.classes, tuple) else ())
-    found = entry.built_in(asked) if entry.built_in else _read(entry, asked, _data_folder(name, data_dir))
+    place = _place(name, split, data_folder) if entry.places else Path()
+    with reading(place):
+        found = entry.read(place, Asked(name, split, entry.classes if isinstance(entry.classes, tuple) else ()))
     if len(found.classes) != entry.class_count:
         raise BadFileError(
             f"{found} has {len(found.classes)} classes, {found.classes[0]} to {found.classes[-1]}; {entry.title} has "
-            f"{entry.class_count}. "
-            "To open only a part of it, give the path of its folder, not its name."
+            f"{entry.class_count}. To open only a part of it, give the path of its folder, not its name."
         )
     if len(found) != entry.counts[split]:
         found.variant = f"{len(found):,} of {entry.counts[split]:,} images"
@@ -230,38 +255,29 @@ def open_set(name_or_folder: str | Path, split: str, *, data_dir: str | Path | N
 
 def located(entry: Entry, split: str, folder: Path) -> Path | None:
     """Where the split lies in the data folder."""
-    places = entry.format.places[split] if entry.format else ()
-    return next((folder / place for place in places if (folder / place).exists()), None)
+    return next((folder / place for place in entry.places[split] if (folder / place).exists()), None)
 
 
-def _read(entry: Entry, asked: Asked, folder: Path) -> ImageSet:
-    assert entry.format
-    if (place := located(entry, asked.split, folder)) is not None:
-        return entry.format.read(place, asked)
-    remedy = f"`dmst data fetch {asked.name}` gets it, or says how; if it is elsewhere,"
+def _place(name: str, split: str, folder: Path | None) -> Path:
+    """Where the split of a dataset of the catalog lies, or an error that says how it comes there."""
+    remedy = f"Set the environment variable {VARIABLE} (or data_dir, --data-dir) to the folder that has it."
+    if folder is None:
+        raise OptionError(f"where is {name}? {remedy}")
+    entry = CATALOG[name]
+    if place := located(entry, split, folder):
+        return place
     raise BadFileError(
-        f"{asked.name} {asked.split} is not in {folder}. Looked for: {' or '.join(entry.format.places[asked.split])} "
-        f"({entry.format.what}). {remedy} set {VARIABLE} (or data_dir, --data-dir) to the folder that contains it."
+        f"{name} {split} is not in {folder}. Looked for: {' or '.join(entry.places[split])} ({entry.layout}). "
+        f"`dmst data fetch {name}` gets it, or says how. If it is elsewhere: {remedy}"
     )
 
 
-def _data_folder(name: str, data_dir: str | Path | None) -> Path:
-    told = data_dir if data_dir is not None else os.environ.get(VARIABLE)
-    if not told:
-        raise OptionError(
-            f"where is {name}? Set the environment variable {VARIABLE} (or data_dir, --data-dir) to the folder that has it."
-        )
-    if not Path(told).is_dir():
-        raise OptionError(f"{'data_dir' if data_dir is not None else VARIABLE} is {str(told)!r}, which is not a folder.")
-    return Path(told)
-
-
-def _open_folder(name: str, split: str, data_dir: str | Path | None) -> ImageSet:
-    below = data_dir if data_dir is not None else os.environ.get(VARIABLE)
-    places = [Path(name), *([Path(below) / name] if below else [])]
+def _open_folder(name: str, split: str, data_folder: Path | None) -> ImageSet:
+    places = [Path(name), *([data_folder / name] if data_folder else [])]
     folder = next((place for place in places if place.is_dir()), None)
     if folder is None:
         raise unknown_name("dataset, and not a folder either:", name, CATALOG)
     choose(f"split of {name}", split, SPLITS)
-    read = next((form.read for form in (huggingface, shards) if form.is_here(folder)), folders.read)
-    return read(folder, Asked(folder.resolve().name, split))
+    with reading(folder):
+        read = next((form.read for form in (huggingface, shards) if form.is_here(folder)), folders.read)
+        return read(folder, Asked(folder.resolve().name, split))

@@ -11,9 +11,8 @@ import pytest
 
 from dmst.data import catalog, sets
 from dmst.data.catalog import CATALOG, CIFAR10, open_set
-from dmst.data.formats import Asked, folders
 from dmst.data.sets import ArraySet, split_off, subset
-from dmst.errors import BadFileError, BadImageError, OptionError, ShapeError, UnknownNameError
+from dmst.errors import BadFileError, OptionError, ShapeError, UnknownNameError
 from tests.layouts import noise, put, records, sample, tar
 
 TEN = noise(10, 32, 32, 3)
@@ -34,31 +33,13 @@ def _no_data_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_entry_is_complete() -> None:
+    lengths = {"digits": 10, "cifar10": 10, "cifar100": 100, "svhn": 10, "pets": 37, "food101": 101, "tinyimagenet": 200}
+    assert {name: entry.class_count for name, entry in CATALOG.items()} == lengths | {"imagenet": 1000}
     for name, entry in CATALOG.items():
-        for told in (entry.title, entry.size, entry.licence, entry.source, entry.citation):
-            assert told and told == told.strip()
-        classes = entry.classes if isinstance(entry.classes, tuple) else ()
-        assert len(set(classes)) == len(classes) and list(entry.counts) == ["train", "test"]
-        assert bool(entry.format) != bool(entry.built_in) and bool(entry.files) != bool(entry.by_hand)
-        assert not entry.format or (entry.format.places.keys() == entry.counts.keys() and all(entry.format.places.values()))
-        mean, std = entry.statistics
-        assert len(mean) == len(std) == (1 if name == "digits" else 3) and min(mean + std) > 0 and max(mean + std) < 1
-        if entry.files:
-            assert entry.site.startswith("https://") and len({file.path for file in entry.files}) == len(entry.files)
-            assert all(len(file.md5) == 32 and file.bytes > 10**7 for file in entry.files)
-            assert entry.format
-            places = [place for split in entry.format.places.values() for place in split]
-            for file in entry.files:
-                made = str(Path(file.path).with_name(file.unpacked)) if file.unpacked else file.path
-                assert made == "oxford-iiit-pet/images" or any(place.startswith(made) for place in places)
-
-
-def test_classes_are_in_the_official_order() -> None:
-    lengths = {"digits": 10, "cifar10": 10, "cifar100": 100, "svhn": 10, "pets": 37, "food101": 101, "imagenet": 1000}
-    for name, wanted in lengths.items():
-        classes = CATALOG[name].classes
-        assert (classes if isinstance(classes, int) else len(classes)) == wanted
-    assert list(catalog.CIFAR100) == sorted(catalog.CIFAR100) and list(CIFAR10) == sorted(CIFAR10)
+        assert list(entry.counts) == ["train", "test"] and entry.places.keys() in (entry.counts.keys(), set())
+        assert bool(entry.files) != bool(entry.by_hand) and len(entry.statistics.mean) == (1 if name == "digits" else 3)
+        assert all(len(file.md5) == 32 and file.bytes > 10**7 and entry.site.startswith("https://") for file in entry.files)
+    assert list(catalog.CIFAR100) == sorted(catalog.CIFAR100) and list(CIFAR10) == sorted(CIFAR10)  # the official order
     assert list(catalog.PETS) == sorted(catalog.PETS, key=str.lower)
 
 
@@ -89,19 +70,10 @@ def test_a_dataset_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_not_there_is_told(name: str, tmp_path: Path) -> None:
     with pytest.raises(BadFileError) as told:
         open_set(name, "train", data_dir=tmp_path)
-    said, form = str(told.value), CATALOG[name].format
-    assert f"{name} train is not in {tmp_path}" in said and "DMST_DATA" in said and f"dmst data fetch {name}" in said
-    assert form and all(place in said for place in form.places["train"]) and form.what in said
+    facts = f"{name} train is not in {tmp_path}", "DMST_DATA", f"dmst data fetch {name}", *CATALOG[name].places["train"]
+    assert all(fact in str(told.value) for fact in facts)
     with pytest.raises(OptionError, match=f"where is {name}.* DMST_DATA"):
         open_set(name, "train")
-    with pytest.raises(OptionError, match="which is not a folder"):
-        open_set(name, "train", data_dir=tmp_path / "nowhere")
-
-
-def test_digits_need_no_folder() -> None:
-    pytest.importorskip("sklearn", reason="scikit-learn is absent: pip install 'dmst[data]'")
-    found = open_set("digits", "train")
-    assert (len(found), len(open_set("digits", "test")), found.variant) == (1438, 359, "")
 
 
 @pytest.mark.parametrize(
@@ -141,11 +113,6 @@ def test_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_set("birds", "test", data_dir=tmp_path).fingerprint == found.fingerprint
     monkeypatch.chdir(tmp_path / "birds")
     assert open_set(".", "train").name == "birds"
-    tar(tmp_path / "shards/train-0.tar", sample("k", noise(3, 4, 3), 0))
-    assert type(open_set(tmp_path / "shards", "train")).__name__ == "ShardSet"
-    put(tmp_path / "table/state.json", "{}")
-    with pytest.raises((BadFileError, ImportError), match=r"datasets|save_to_disk"):
-        open_set(tmp_path / "table", "train")
 
 
 # --- sets ------------------------------------------------------------------------------------------------------------
@@ -194,17 +161,6 @@ def test_a_subset_is_a_view() -> None:
     assert len({x.fingerprint for x in marks}) == 5 and subset(base, (7, 59, 7, 0)).fingerprint == part.fingerprint
 
 
-def test_a_subset_of_files(tmp_path: Path) -> None:
-    for k in range(3):
-        put(tmp_path / f"a/{k}.png", noise(3, 4, 3, seed=k))
-    part = subset(folders.read(tmp_path, Asked("x", "train")), [2, 0])
-    assert part.where(0) == str(tmp_path / "a/2.png") == str(part.source(0)) and part.pixels() is None and part.masks(0) is None
-    assert np.array_equal(part.read(1), noise(3, 4, 3, seed=0))
-    put(tmp_path / "a/2.png", b"broken")
-    with pytest.raises(BadImageError, match=r"a/2\.png"):
-        part.read(0)
-
-
 def test_split_off() -> None:
     base = numbered(200, 3, variant="128 px")
     rest, out = split_off(base, 0.1)
@@ -231,16 +187,14 @@ def test_split_off_of_small_classes() -> None:
     base = ArraySet("x", "train", ["a", "b", "c"], labels, noise(53, 2, 3, 1))
     rest, out = split_off(base, 0.99)
     assert np.bincount(rest.labels).tolist() == [1, 1, 1] and np.bincount(out.labels).tolist() == [49, 1]
-    for share in (0, 1e-6, 1.5, -1, float("nan"), True):
+    for share in (1e-6, 1.5, float("nan")):
         with pytest.raises(OptionError):
             split_off(base, share)
-    with pytest.raises(OptionError, match="holds out none of the 1 images"):
-        split_off(ArraySet("x", "train", ["a"], np.zeros(1, int), noise(1, 2, 3, 1)), 0.5)
 
 
 def test_sets_go_to_other_processes(tmp_path: Path) -> None:
     put(tmp_path / "a/\udcffodd é.png", noise(3, 4, 3))
-    files = folders.read(tmp_path, Asked("x", "train"))
+    files = open_set(tmp_path, "train")
     tar(tmp_path / "s/x.tar", sample("k", noise(3, 4, 3), 0))
     for found in (numbered(), files, subset(files, [0]), open_set(tmp_path / "s", "train")):
         sent = pickle.loads(pickle.dumps(found))

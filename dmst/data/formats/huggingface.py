@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from dmst.data.formats import SPLITS, Asked, contents
+from dmst.data.formats import Asked, find_split
 from dmst.data.sets import ImageSet, digest
-from dmst.errors import BadFileError, BadImageError, MissingSplitError, need
+from dmst.errors import BadFileError, BadImageError, need
 
 DICT, STATE = "dataset_dict.json", "state.json"
-LABELS = ("label", "labels", "fine_label")
 
 
 class TableSet(ImageSet):
@@ -33,12 +32,10 @@ class TableSet(ImageSet):
         return [Path(each["filename"]) for each in self._table.cache_files]
 
     def source(self, index: int) -> bytes | Path:
-        cell = self._table[int(index)][self._column] or {}
-        if cell.get("bytes"):
-            return bytes(cell["bytes"])
-        if not cell.get("path"):
+        cell = self._table[int(index)][self._column]
+        if not cell:
             raise BadImageError(self.where(index), "its row holds no image")
-        return Path(cell["path"])
+        return bytes(cell["bytes"]) if cell["bytes"] else Path(cell["path"])
 
 
 def is_here(folder: Path) -> bool:
@@ -47,35 +44,28 @@ def is_here(folder: Path) -> bool:
 
 def read(place: Path, asked: Asked) -> TableSet:
     """The split of the dataset saved in the folder `place`."""
+
+    def saved(folder: Path) -> Path | None:
+        return folder if (folder / STATE).is_file() else None
+
+    folder = find_split(place, asked.split, lambda name: saved(place / name), saved(place))
     datasets = need("datasets", "data")
-    try:
-        saved = datasets.load_from_disk(str(place))
-    except Exception as error:  # Arrow, JSON and the disk have a dozen types between them
-        raise BadFileError(f"{place} is not a dataset saved with save_to_disk ({type(error).__name__}: {error}).") from error
-    splits = saved if isinstance(saved, dict) else {"train": saved}
-    name = next((name for name in SPLITS[asked.split] if name in splits), None)
-    if name is None:
-        raise MissingSplitError(f"{place} has no split {asked.split!r}: its splits are {', '.join(splits)}.")
-    table, folder = splits[name], place / name if isinstance(saved, dict) else place
-    features = table.features
-    image = _column(folder, features, datasets.Image, ("image", "img"), 'cast_column("image", Image())')
-    label = _column(folder, features, datasets.ClassLabel, LABELS, 'cast_column("label", ClassLabel(names=[...]))')
-    labels = table.with_format("numpy", columns=[label])[:][label] if len(table) else np.empty(0, np.int64)
-    if labels.dtype.kind not in "iu":  # a missing label makes the column one of floats
-        raise BadFileError(f"{folder}: the column {label!r} is {labels.dtype}: some labels are missing.")
+    table = datasets.load_from_disk(str(folder))
+    image = _column(folder, table.features, datasets.Image, ("image", "img"))
+    label = _column(folder, table.features, datasets.ClassLabel, ("label", "labels", "fine_label"))
+    classes, labels = table.features[label].names, table.with_format("numpy", columns=[label])[:][label]
     sizes = np.array([file.stat().st_size for file in sorted(folder.glob("*.arrow"))], np.int64)
-    mark = digest(*features[label].names, labels.astype(np.int64), sizes, contents(folder / STATE))
+    mark = digest(*classes, labels.astype(np.int64), sizes, (folder / STATE).read_bytes())
     rows = table.select_columns([image]).cast_column(image, datasets.Image(decode=False))
-    return TableSet(asked, features[label].names, labels, rows, image, mark)
+    return TableSet(asked, classes, labels, rows, image, mark)
 
 
-def _column(folder: Path, features: Any, kind: type, preferred: tuple[str, ...], remedy: str) -> str:
+def _column(folder: Path, features: Any, kind: type, preferred: tuple[str, ...]) -> str:
     found = [name for name, feature in features.items() if isinstance(feature, kind)]
     chosen = found if len(found) == 1 else [name for name in preferred if name in found]
     if not chosen:
-        told = ", ".join(f"{name} ({type(feature).__name__})" for name, feature in features.items())
         raise BadFileError(
             f"{folder} has {len(found) or 'no'} columns of type {kind.__name__}; it must have one, or one called "
-            f"{' or '.join(preferred)}. Its columns: {told}. Remedy: {remedy}, or rename_column."
+            f"{' or '.join(preferred)}. Its columns: {', '.join(features)}. Use rename_column or cast_column of datasets."
         )
     return chosen[0]

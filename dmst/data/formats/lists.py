@@ -9,93 +9,79 @@ Food-101            meta/classes.txt                       a class a line, in la
 Tiny-ImageNet-200   wnids.txt, words.txt                   the 200 WordNet ids; the name of every WordNet id
                     train/ID/ID_boxes.txt                  NAME x0 y0 x1 y1, of train/ID/images/NAME
                     val/val_annotations.txt                NAME ID x0 y0 x1 y1, of val/images/NAME
+ImageNet-1K         train/ID/*.JPEG, val/ID/*.JPEG         class folders, or
+                    val/NAME.JPEG                          flat, with LOC_val_solution.csv (NAME,ID and boxes) beside val/
+
+Labels of the last two are the places of the WordNet ids in sorted order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from dmst.data.formats import Asked, Format, lines, sizes_of
+from dmst.data.formats import Asked, file_set, folders, lines, reading
 from dmst.data.sets import FileSet
 from dmst.errors import BadFileError
 
-
-def pets() -> Format:
-    places = tuple(f"{folder}annotations" for folder in ("oxford-iiit-pet/", "pets/", ""))
-    return Format("official images/ and annotations/", {"train": places, "test": places}, read_pets)
+CHALLENGE = "ILSVRC/Data/CLS-LOC"  # as the archive of ImageNet's challenge unpacks; its solution lies beside ILSVRC
+SOLUTION = "LOC_val_solution.csv"
 
 
 def read_pets(place: Path, asked: Asked) -> FileSet:
     told = place / {"train": "trainval.txt", "test": "test.txt"}[asked.split]
-    names, labels = [], []
-    for row in (line.split() for line in lines(told) if not line.startswith("#")):
-        if len(row) != 4 or not row[1].isdecimal() or not 1 <= int(row[1]) <= len(asked.classes) or "/" in row[0]:
-            raise BadFileError(
-                f"{told}: {' '.join(row)[:80]!r} is not NAME CLASS-ID SPECIES BREED-ID, class ids 1 to {len(asked.classes)}."
-            )
-        names.append(row[0])
-        labels.append(int(row[1]) - 1)
-    root = place.parent
-    images, masks = [f"images/{name}.jpg" for name in names], [f"{place.name}/trimaps/{name}.png" for name in names]
-    sizes = sizes_of(root, images, told)
-    sizes_of(root, masks, told)
-    return FileSet(asked.name, asked.split, asked.classes, np.array(labels, np.int64), root, images, sizes, masks=masks)
-
-
-def food() -> Format:
-    places = tuple(f"{folder}meta" for folder in ("food-101/", "food101/", ""))
-    return Format("official images/ and meta/", {"train": places, "test": places}, read_food)
+    class_of = {str(number): name for number, name in enumerate(asked.classes, 1)}
+    with reading(told):
+        rows = [(name, class_of[number]) for name, number, _, _ in _table(told)]
+    images = [(f"images/{name}.jpg", kind) for name, kind in rows]
+    masks = [f"{place.name}/trimaps/{name}.png" for name, _ in rows]
+    return file_set(asked, place.parent, images, told, masks=masks)
 
 
 def read_food(place: Path, asked: Asked) -> FileSet:
     told, classes = place / f"{asked.split}.txt", tuple(lines(place / "classes.txt"))
-    label_of = {name: label for label, name in enumerate(classes)}
-    names, labels = [], []
-    for line in lines(told):
-        name, _, number = line.partition("/")
-        if name not in label_of or not number or "/" in number:
-            raise BadFileError(f"{told}: {line[:80]!r} is not CLASS/NUMBER with a class of {place / 'classes.txt'}.")
-        names.append(f"images/{line}.jpg")
-        labels.append(label_of[name])
-    root = place.parent
-    return FileSet(asked.name, asked.split, classes, np.array(labels, np.int64), root, names, sizes_of(root, names, told))
-
-
-def tiny_imagenet() -> Format:
-    places = ("tiny-imagenet-200",)
-    return Format("official train/ and val/", {"train": places, "test": places}, read_tiny_imagenet)
+    rows = [(f"images/{line}.jpg", line.partition("/")[0]) for line in lines(told)]
+    return file_set(asked._replace(classes=classes), place.parent, rows, told)
 
 
 def read_tiny_imagenet(root: Path, asked: Asked) -> FileSet:
-    """Labels are the places of the WordNet ids in sorted order; a class is called by the first of its words."""
+    """A class is called by the first of its words."""
     ids = sorted(lines(root / "wnids.txt"))
     words = dict(line.partition("\t")[::2] for line in lines(root / "words.txt"))
     first = [words.get(name, name).split(",")[0].strip() for name in ids]
     classes = [f"{word} ({name})" if first.count(word) > 1 else word for word, name in zip(first, ids, strict=True)]
-    label_of = {name: label for label, name in enumerate(ids)}
-    names, labels, boxes = [], [], []
+    class_of = dict(zip(ids, classes, strict=True))
     if asked.split == "train":
-        rows = [(f"train/{name}/images/", name, row) for name in ids for row in _boxes(root / f"train/{name}/{name}_boxes.txt")]
+        told = root / "wnids.txt"
+        tables = {name: _table(root / f"train/{name}/{name}_boxes.txt") for name in ids}
+        rows = [(f"train/{name}/images/{file}", name, box) for name in ids for file, *box in tables[name]]
     else:
         told = root / "val/val_annotations.txt"
-        rows = [("val/images/", row.pop(1), row) for row in _boxes(told, 6)]
-        if unknown := {name for _, name, _ in rows} - set(ids):
-            raise BadFileError(f"{told} names {sorted(unknown)[0]!r}, which is not in wnids.txt: copy the dataset again.")
-    for folder, name, (file, *box) in rows:
-        names.append(folder + file)
-        labels.append(label_of[name])
-        boxes.append(box)
-    sizes = sizes_of(root, names, root / "wnids.txt" if asked.split == "train" else told)
-    arrays = np.array(labels, np.int64), np.array(boxes, np.int64).reshape(-1, 4)
-    return FileSet(asked.name, asked.split, classes, arrays[0], root, names, sizes, boxes=arrays[1])
+        rows = [(f"val/images/{file}", name, box) for file, name, *box in _table(told)]
+    boxes = np.array([box for _, _, box in rows], np.int64).reshape(len(rows), 4)
+    images = [(file, class_of.get(name, name)) for file, name, _ in rows]
+    return file_set(asked._replace(classes=tuple(classes)), root, images, told, boxes=boxes)
 
 
-def _boxes(path: Path, columns: int = 5) -> Iterator[list[str]]:
-    for line in lines(path):
-        row = line.split()
-        if len(row) != columns or not all(x.isdecimal() for x in row[-4:]) or "/" in row[0]:
-            raise BadFileError(f"{path}: {line[:80]!r} is not a name and a box x0 y0 x1 y1.")
-        yield row
+def read_imagenet(place: Path, asked: Asked) -> FileSet:
+    """The split in the folder `place`, train/ or val/."""
+    train = place.parent / "train"
+    classes = folders.class_folders(train) if train.is_dir() else ()
+    if folders.is_split(place):
+        return folders.read_classes(place, asked._replace(classes=classes or folders.class_folders(place)))
+    beside = (place.parent, *(place.parents[3:4] if place.parent.match(CHALLENGE) else ()))
+    told = next((folder / SOLUTION for folder in beside if (folder / SOLUTION).is_file()), None)
+    if told is None:
+        raise BadFileError(
+            f"{place} is flat and nothing says which class its images are: put {SOLUTION} beside it, or sort them into class "
+            "folders (torchvision.datasets.ImageNet does it from the development kit)."
+        )
+    with reading(told):
+        rows = [(f"{name}.JPEG", boxes.split()[0]) for name, boxes in (line.split(",") for line in sorted(lines(told)[1:]))]
+    return file_set(asked._replace(classes=classes or tuple(sorted({kind for _, kind in rows}))), place, rows, told)
+
+
+def _table(path: Path) -> list[list[str]]:
+    """The words of every line that is no comment."""
+    return [line.split() for line in lines(path) if not line.startswith("#")]

@@ -17,11 +17,9 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from dmst.data.formats import SPLITS, Asked, folders, lines
+from dmst.data.formats import Asked, find_split, folders, lines, reading
 from dmst.data.sets import ImageSet, digest
-from dmst.errors import BadFileError, MissingSplitError
-
-IMAGES = tuple(ending[1:] for ending in folders.ENDINGS)
+from dmst.errors import BadFileError
 
 
 class ShardSet(ImageSet):
@@ -54,44 +52,34 @@ def is_here(folder: Path) -> bool:
 
 def read(place: Path, asked: Asked) -> ShardSet:
     """The split of the shards in the folder `place`."""
-    shards = _shards(place, asked.split)
-    if not shards and asked.split == "train" and not _shards(place, "test"):
-        shards = sorted(place.glob("*.tar"))
-    if not shards:
-        told = " or ".join(f"{name}-*.tar" for name in SPLITS[asked.split])
-        raise MissingSplitError(f"{place} has no shards of the split {asked.split!r}: they would be called {told}.")
-    keys, numbers = _indexed(shards)
+
+    tars = sorted(place.glob("*.tar"))
+
+    def named(name: str) -> list[Path]:
+        return [tar for tar in tars if name in re.split("[-_.]", tar.stem)]
+
+    shards = find_split(place, asked.split, named, tars)
+    keys, numbers = _index(shards)
     if (place / "classes.txt").is_file():
         classes = tuple(lines(place / "classes.txt"))
     else:  # the numbers themselves; those of train, for every split
-        train = _shards(place, "train") if asked.split != "train" else []
-        labels = (_indexed(train)[1] if train else numbers)[:, 3]
-        most = int(labels.max(initial=-1))
-        if most >= max(len(labels), 1):
-            raise BadFileError(f"{place}: a label is {most}, and {len(labels):,} images cannot be of that many classes.")
-        classes = tuple(str(label) for label in range(most + 1))
+        train = named("train") if asked.split != "train" else []
+        labels = (_index(train)[1] if train else numbers)[:, 3]
+        classes = tuple(str(label) for label in range(len(np.unique(labels))))
     return ShardSet(asked, classes, shards, keys, numbers)
 
 
-def _shards(folder: Path, split: str) -> list[Path]:
-    tars = sorted(folder.glob("*.tar"))
-    found = ([x for x in tars if name in re.split("[-_.]", x.stem)] for name in SPLITS[split])
-    return next(filter(None, found), [])
-
-
-def _indexed(shards: list[Path]) -> tuple[np.ndarray, np.ndarray]:
+def _index(shards: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     keys: list[bytes] = []
     numbers: list[tuple[int, int, int, int]] = []
     for number, shard in enumerate(shards):
-        try:
+        with reading(shard):
             images, labels = _members(shard)
-        except (tarfile.TarError, OSError, EOFError) as error:
-            raise BadFileError(f"{shard} is not a sound tar file ({error}): make or copy it again.") from error
-        if odd := sorted(images.keys() ^ labels.keys()):
-            what = "label (.cls)" if odd[0] in images else "image"
-            raise BadFileError(f"{shard}: {odd[0]} has no {what} beside it. Make the shard again.")
-        keys += map(os.fsencode, images)
-        numbers += [(number, *place, labels[key]) for key, place in images.items()]
+            if odd := sorted(images.keys() ^ labels.keys()):
+                what = "label (.cls)" if odd[0] in images else "image"
+                raise BadFileError(f"{shard}: {odd[0]} has no {what} beside it. Make the shard again.")
+            keys += map(os.fsencode, images)
+            numbers += [(number, *place, labels[key]) for key, place in images.items()]
     return np.array(keys, dtype=np.bytes_), np.array(numbers, np.int64).reshape(-1, 4)
 
 
@@ -103,18 +91,13 @@ def _members(shard: Path) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
         for member in tar:
             path = PurePosixPath(member.name)
             stem, _, ending = path.name.partition(".")
-            key = f"{path.parent / stem}"
-            if not member.isreg() or member.issparse() or not stem:
+            if not stem or not member.isreg():
                 continue
-            if ending.lower() in IMAGES:
-                if key in images:
-                    raise BadFileError(f"{shard}: {key} has two images. Make the shard again.")
+            key = str(path.with_name(stem))
+            if f".{ending.lower()}" in folders.ENDINGS:
                 images[key] = member.offset_data, member.size
             elif ending == "cls":
-                raw = tar.extractfile(member).read(20).strip()  # type: ignore[union-attr]
-                if not raw.isdigit() or len(raw) > 9:
-                    raise BadFileError(f"{shard}: {member.name} is not a label, a whole number.")
-                labels[key] = int(raw)
+                labels[key] = int(tar.extractfile(member).read())  # type: ignore[union-attr]
         end = tar.offset
     with shard.open("rb") as file:  # tarfile takes a damaged header for the end
         file.seek(end)
