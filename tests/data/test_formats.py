@@ -417,6 +417,6 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setitem(sys.modules, name, None)
     put(tmp_path / "state.json", "{}")
     put(tmp_path / "train_32x32.mat", b"")
-    for name in (tmp_path, "svhn", "digits"):
+    for what in (tmp_path, "svhn", "digits"):
         with pytest.raises(MissingExtraError, match=r"dmst\[(data|demo)\]"):
-            open_set(name, "train", data_dir=tmp_path)
+            open_set(what, "train", data_dir=tmp_path)
