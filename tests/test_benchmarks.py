@@ -41,6 +41,7 @@ def test_every_script_explains_itself(
     assert f"python benchmarks/{name}.py" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_operators_on_a_cpu(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module("measure"), "PATIENCE", 0.02)
     asked = ["--dim", "192", "--heads", "4", "--shapes", "2x7", "--json", str(tmp_path / "rows.json")]
@@ -53,6 +54,7 @@ def test_operators_on_a_cpu(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert 2 < kept["dmsa"] < 2.4 < 6 < kept["listing"]
 
 
+@pytest.mark.slow
 def test_a_wrong_layer_gets_no_time(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Right to two digits is not right."""
     operators = module("operators")

@@ -132,7 +132,7 @@ def check(found: dict[str, Tensor | None], made: Step, dtype: torch.dtype = F32,
 # --- parity -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES + OTHERS, ids=label)
+@pytest.mark.parametrize("case", by_default(CASES + OTHERS, 3), ids=label)
 def test_every_form(case: tuple) -> None:
     """Every buffer starts as NaN, and behind the end of every input there is nothing but NaN."""
     for keep in (False, True):
@@ -183,7 +183,7 @@ def test_tokens_far_from_the_origin() -> None:
     assert all(value is None or relative(value, told[name]) < 3e-4 for name, value in found.items())
 
 
-@pytest.mark.parametrize("case", CASES, ids=label)
+@pytest.mark.parametrize("case", by_default(CASES, 1), ids=label)
 def test_autocast(case: tuple) -> None:
     """Float32 tokens under autocast. The interpreter cuts where it should round: twice the bars."""
     made = draw_step(case, (2, 37, 96, 4), BF16)
