@@ -20,7 +20,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 import dmst
@@ -155,9 +155,7 @@ def _request(url: str, part: Path, size: int, tick: Callable[[int], None], timeo
             raise FetchError(f"{url} sends on to {answer.geturl()}, which is not https: refused.")
         start = have if answer.headers.get("Content-Range", "").startswith(f"bytes {have}-") else 0
         with saving(part):
-            if not start:
-                part.unlink(missing_ok=True)  # a link is not written through
-            out = part.open("ab" if start else "xb")
+            out = part.open("ab" if start else "wb")
         with out:
             while data := answer.read1(CHUNK):
                 start += len(data)
@@ -172,8 +170,7 @@ def _request(url: str, part: Path, size: int, tick: Callable[[int], None], timeo
 
 
 def _length(part: Path) -> int:
-    """Bytes that have come; none to a link, which is not ours."""
-    return part.stat().st_size if part.is_file() and not part.is_symlink() else 0
+    return part.stat().st_size if part.is_file() else 0
 
 
 @contextmanager
@@ -194,31 +191,19 @@ def saving(path: Path) -> Iterator[None]:
 
 
 def _unpack(archive: Path, folder: Path, tick: Tick) -> None:
-    """Plain files below the name of `folder` are written, and nothing else that the archive may hold: no link, no way out."""
+    """What the archive holds, complete or not at all; tarfile's data filter refuses what would leave the folder."""
     staging = folder.with_name(f".{folder.name}.unpacking")
     shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
+    total = archive.stat().st_size
     try:
-        with saving(folder):
-            _write_members(archive, staging, folder.name, tick)
+        with saving(folder), archive.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:gz") as tar:
+            for member in tar:
+                tar.extract(member, staging, filter="data")
+                tick(f"unpack {archive.name}", raw.tell(), total)
             if not (staging / folder.name).is_dir():
                 raise BadFileError(f"{archive} holds no folder {folder.name}: nothing was unpacked.")
             (staging / folder.name).rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _write_members(archive: Path, staging: Path, top: str, tick: Tick) -> None:
-    total = archive.stat().st_size
-    try:
-        with archive.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:gz") as tar:
-            for member in tar:
-                parts = PurePosixPath(member.name).parts
-                inside = tar.extractfile(member) if member.isreg() and parts[:1] == (top,) and ".." not in parts else None
-                if inside is not None:
-                    place = staging.joinpath(*parts)
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    with place.open("wb") as out:
-                        shutil.copyfileobj(inside, out)
-                    tick(f"unpack {archive.name}", raw.tell(), total)
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise BadFileError(f"{archive} cannot be unpacked ({error}).") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

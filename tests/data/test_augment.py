@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dmst.data import chance, color, erasing, geometry, mixing
 from dmst.data.augment import Augment
-from dmst.data.rand_augment import DRAWS, NUMBER, OPERATIONS, Policy, operate, rand_augment, read_policy
+from dmst.data.rand_augment import NUMBER, OPERATIONS, operate, read_policy
 from dmst.errors import OptionError
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
@@ -236,37 +236,6 @@ def test_an_operation_that_is_none_leaves_the_image() -> None:
     assert torch.equal(
         operate(x, torch.full((5,), -1), torch.full((5,), 9.0), torch.ones(5, dtype=torch.bool), True, GREY, "bicubic"), x
     )
-
-
-def test_rand_augment_draws_operations_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which operation, whether, how strong and which sign, as timm draws them."""
-    seen: list[tuple[Tensor, ...]] = []
-    module = importlib.import_module("dmst.data.rand_augment")
-    monkeypatch.setattr(module, "operate", lambda x, *drawn: (seen.append(drawn[:3]), x)[1])
-    n = 20_000
-    policy = Policy(magnitude=8, layers=3, probability=0.4, spread=0.5, increasing=True)
-    images = torch.zeros(n, 3, 1, 1, dtype=torch.uint8)
-    rand_augment(images, chance.uniform("a", 0, 0, torch.arange(n), 3 * DRAWS), policy, GREY, "bilinear")
-    assert len(seen) == 3
-    for operation, magnitude, negative in seen:
-        assert abs(float((operation >= 0).float().mean()) - 0.4) < 0.015
-        counts = torch.bincount(operation[operation >= 0], minlength=15)
-        assert len(counts) == 15 and counts.min() > 440 and counts.max() < 630  # 533 are expected
-        assert abs(float(magnitude.mean()) - 8) < 0.02 and abs(float(magnitude.std()) - 0.5) < 0.02
-        assert abs(float(negative.float().mean()) - 0.5) < 0.015
-    seen.clear()
-    rand_augment(images, chance.uniform("a", 0, 0, torch.arange(n), DRAWS), Policy(10, 1, 1.0, 101.0), GREY, "bilinear")
-    magnitude = seen[0][1]  # evenly from 0 to m
-    assert 0 <= magnitude.min() < 0.01 and 9.99 < magnitude.max() <= 10 and abs(float(magnitude.mean()) - 5) < 0.1
-
-
-def test_an_image_is_augmented_for_itself() -> None:
-    x = pictures(10)
-    draws = chance.uniform("a", 0, 0, torch.arange(10), 2 * DRAWS)
-    policy = read_policy("rand-m9-mstd0.5-inc1-p1")
-    together = rand_augment(x, draws, policy, GREY, "bicubic")
-    alone = torch.cat([rand_augment(x[i : i + 1], draws[i : i + 1], policy, GREY, "bicubic") for i in range(10)])
-    assert torch.equal(together, alone) and not torch.equal(together, x)
 
 
 def test_color_jitter_as_pillow_does() -> None:
