@@ -1,9 +1,7 @@
 """`dmst doctor`: what is installed, which kernel each operator uses here and why, and whether each kernel is right here.
 
-    gather()                 Facts      versions, devices, what does not import
-    operator_table(device)   [Row]      operator, kernel in training and in inference, why
-    self_test(devices)       [Check]    what runs here, in training and in inference, against float64
-    examine(facts, checks)   [Finding]  what is wrong, each with its remedy: a function of its arguments alone
+    diagnose()    {"well", what `machine` gives, "operators", "self_test", "findings"}: a dict, which --json prints
+    show(report)  the same for a person
 
 A problem is something that dmst needs and that does not work; a note is something optional. Nothing is saved or fetched.
 """
@@ -11,16 +9,11 @@ A problem is something that dmst needs and that does not work; a note is somethi
 from __future__ import annotations
 
 import copy
-import dataclasses
-import importlib
-import json
 import platform
-import re
 import shutil
 import subprocess
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import Any
 
@@ -30,165 +23,126 @@ from rich.text import Text
 from torch import Tensor
 
 import dmst
-from dmst.errors import PAIR_REMEDY
+from dmst.errors import MissingExtraError, in_one_line, need
 from dmst.kernels import choice, closed_form, reference, silent
 from dmst.kernels.attempt import anew
 from dmst.operators import OPERATORS, create
 from dmst.operators.family import TokenStatistics
 from dmst.terminal import Terminal, say
 
+PACKAGES = ("triton", "numpy", "pillow", "safetensors", "torchvision", "timm")
+WIDTH, HEADS = 384, 8
+SHAPE = 2, 401, WIDTH  # of the self-test: here leaving six of eight heads out pays
+BARS = {torch.float32: (1e-6, 2e-6), torch.bfloat16: (5e-3, 1e-2), torch.float16: (1e-3, 2e-3)}  # output, gradients
+KERNELS = {closed_form.attend: "closed form", silent.attend: "silent heads skipped", reference.attend: "reference"}
+
+
+def diagnose() -> dict[str, Any]:
+    """Look, test and judge."""
+    report = machine()
+    names = dict.fromkeys(("cpu", best(report)["name"]))  # of several GPUs, the newest
+    report["operators"] = operator_table(torch.device(best(report)["name"]))
+    report["self_test"] = [row for name in names for row in self_test(torch.device(name))]
+    report["findings"] = findings(report)
+    return {"well": all(each["level"] != "problem" for each in report["findings"]), **report}
+
+
 # --- what is here ---------------------------------------------------------------------------------------------------
 
-PACKAGES = ("triton", "numpy", "pillow", "safetensors", "torchvision", "timm")
-OPTIONAL = ("torchvision", "timm")  # the others are imported by dmst itself: without them there is no `dmst doctor`
 
-
-@dataclass(frozen=True)
-class Device:
-    name: str  # as torch takes it
-    what: str
-    capability: tuple[int, int] = (0, 0)  # of the CPU
-
-
-@dataclass(frozen=True)
-class Facts:
-    """A machine, as far as `examine` looks at it."""
-
-    versions: Mapping[str, str | None]  # None: absent
-    devices: tuple[Device, ...]  # the CPU first, then what torch can use
-    cuda_build: str | None = None  # of torch
-    gpu: bool = False  # an NVIDIA GPU, seen without torch
-    triton: str = ""  # what is wrong with it
-    broken: Mapping[str, str] = field(default_factory=dict)  # package -> why it does not import
-    operators: tuple[str, ...] = ()  # what is wrong with those that other packages bring
-
-    @property
-    def best(self) -> Device:
-        return max(self.devices, key=lambda device: device.capability)
-
-
-def gather() -> Facts:
-    """Look at this machine."""
+def machine() -> dict[str, Any]:
+    """Versions, devices, and what is wrong with the optional parts ("": nothing)."""
     versions = {name: next((d.version for d in metadata.distributions(name=name)), None) for name in PACKAGES}
-    return Facts(
-        {"dmst": dmst.__version__, "Python": platform.python_version(), "torch": torch.__version__, **versions},
-        (Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads"), *_cuda_devices()),
-        cuda_build=torch.version.cuda,
-        gpu=_gpu_seen(),
-        triton=tidy(choice.triton_problem()),
-        broken={name: problem for name in OPTIONAL if versions[name] and (problem := import_problem(name))},
-        operators=tuple(OPERATORS.look()[1]),
-    )
+    timm_problem = ""
+    if versions["timm"]:
+        try:
+            need("torchvision", "timm"), need("timm", "timm")
+        except MissingExtraError as error:
+            timm_problem = str(error)
+    return {
+        "versions": {"dmst": dmst.__version__, "Python": platform.python_version(), "torch": torch.__version__, **versions},
+        "devices": devices(),
+        "cuda_build": torch.version.cuda,
+        "gpu_present": gpu_present(),
+        "triton_problem": choice.triton_problem(),
+        "timm_problem": timm_problem,
+        "operator_problems": OPERATORS.look()[1],
+    }
 
 
-def import_problem(module: str) -> str:
-    """Why `module` does not import; nothing where it does."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # a torchvision of another torch raises RuntimeError
-        return f"{type(error).__name__}: {tidy(error)}"
-    return ""
+def devices() -> list[dict[str, Any]]:
+    """The CPU first, then what torch can use."""
+    found = [{"name": "cpu", "what": f"{platform.machine()}, {torch.get_num_threads()} threads", "capability": (0, 0)}]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        card = torch.cuda.get_device_properties(index)
+        what = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, compute capability {card.major}.{card.minor}"
+        found.append({"name": f"cuda:{index}", "what": what, "capability": (card.major, card.minor)})
+    return found
 
 
-def tidy(message: object) -> str:
-    """The first line, without the folders of this machine."""
-    line = (str(message).strip().splitlines() or [""])[0]
-    return re.sub(r"(?<![\w/\\])(?:[A-Za-z]:)?[/\\](?:[^\s/\\:'\"()]+[/\\])+", "", line)
+def best(report: dict[str, Any]) -> dict[str, Any]:
+    return max(report["devices"], key=lambda device: device["capability"])
 
 
-def _gpu_seen() -> bool:
+def gpu_present() -> bool:
     """Is there an NVIDIA GPU, torch not asked?"""
     command = shutil.which("nvidia-smi")
     return command is not None and "GPU " in subprocess.run([command, "-L"], capture_output=True, text=True).stdout
 
 
-def _cuda_devices() -> list[Device]:
-    found = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        card = torch.cuda.get_device_properties(index)
-        what = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, compute capability {card.major}.{card.minor}"
-        found.append(Device(f"cuda:{index}", what, (card.major, card.minor)))
-    return found
-
-
 # --- which kernel, and why ------------------------------------------------------------------------------------------
 
-WIDTH, HEADS = 384, 8
-NAMES = {closed_form.attend: "closed form", silent.attend: "silent heads skipped", reference.attend: "reference"}
 
-
-@dataclass(frozen=True)
-class Row:
-    operator: str
-    training: str
-    inference: str
-    why: str
-
-
-def operator_table(device: torch.device) -> list[Row]:
+def operator_table(device: torch.device) -> list[dict[str, str]]:
     """What computes each operator on this device, in the dtype that is usual there, asked of `choice`."""
-    dtype, rows = usual(device), []
+    dtype, rows = usual_dtype(device), []
     for name in OPERATORS.look()[0]:
+        training = inference = "plain torch"
+        why = "has no fused kernel"
         try:
             operator = create(name, WIDTH, HEADS, device="meta")  # nothing is computed
-        except Exception as error:  # somebody else's may be for other shapes
-            if name in OPERATORS.built_in:
-                raise
-            rows.append(Row(name, "-", "-", f"cannot be built: {tidy(error)}"))
-            continue
-        if isinstance(operator, TokenStatistics):
-            z = torch.empty(1, 4, WIDTH, device=device)
-            why = choice.verdict(device, dtype, operator.form, WIDTH, "auto").why
-            rows.append(Row(name, kernel_of(operator, z, dtype, True), kernel_of(operator, z, dtype, False), tidy(why)))
+        except Exception as error:  # an operator of another package may be for other shapes
+            training = inference = "-"
+            why = f"cannot be built: {in_one_line(error)}"
         else:
-            rows.append(Row(name, "plain torch", "plain torch", "has no fused kernel"))
+            if isinstance(operator, TokenStatistics):
+                training, inference = (kernel_of(operator, device, dtype, grad) for grad in (True, False))
+                why = choice.verdict(device, dtype, operator.form, WIDTH, "auto").why
+        rows.append({"operator": name, "training": training, "inference": inference, "why": why})
     return rows
 
 
-def kernel_of(operator: TokenStatistics, z: Tensor, dtype: torch.dtype, grad: bool) -> str:
+def kernel_of(operator: TokenStatistics, device: torch.device, dtype: torch.dtype, grad: bool) -> str:
     """Float32 tokens, and products in `dtype`, as autocast has them."""
     with choice.use_kernels("auto"), torch.set_grad_enabled(grad):
-        return NAMES.get(choice.kernel_for(z, operator.weights(), operator.form, dtype), "fused")
+        z = torch.empty(SHAPE, device=device)
+        return KERNELS.get(choice.kernel_for(z, operator.weights(), operator.form, dtype), "fused")
 
 
-def usual(device: torch.device) -> torch.dtype:
+def usual_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 # --- is it right ----------------------------------------------------------------------------------------------------
 
-BARS = {torch.float32: (1e-6, 2e-6), torch.bfloat16: (5e-3, 1e-2), torch.float16: (1e-3, 2e-3)}  # output, gradients
-SHAPE = 2, 401, 384  # where leaving six of eight heads out pays
+
+def self_test(device: torch.device) -> list[dict[str, str]]:
+    """DMSA, which uses every kernel, as this device runs it: in training, in inference, in the dtypes that are used there."""
+    rows = []
+    for dtype in BARS if device.type == "cuda" else (torch.float32,):
+        layer = sample_layer(dtype).to(device)
+        for grad in (True, False):
+            kernel, problem = kernel_of(layer, device, dtype, grad), problem_of(layer, device, dtype, grad)
+            name = str(dtype).removeprefix("torch.")
+            rows.append({"operator": "dmsa", "kernel": kernel, "device": str(device), "dtype": name, "problem": problem})
+    return rows
 
 
-@dataclass(frozen=True)
-class Check:
-    """A kernel in one dtype, in training (output and gradients) or in inference."""
-
-    device: str
-    operator: str
-    kernel: str
-    dtype: str
-    problem: str = ""
-
-
-def self_test(devices: Iterable[Device]) -> list[Check]:
-    """DMSA, which uses every kernel, as these devices run it: in training, in inference, in the dtypes that are used there."""
-    checks = []
-    for device in (torch.device(device.name) for device in devices):
-        for dtype in BARS if device.type == "cuda" else (torch.float32,):
-            layer = _layer(dtype).to(device)
-            for grad in (True, False):
-                kernel = kernel_of(layer, torch.empty(SHAPE, device=device), dtype, grad)
-                checks.append(Check(str(device), "dmsa", kernel, _name(dtype), problem_of(layer, device, dtype, grad)))
-    return checks
-
-
-def _layer(dtype: torch.dtype) -> TokenStatistics:
+def sample_layer(dtype: torch.dtype) -> TokenStatistics:
     """Weights that `dtype` can hold; gates that differ, and some close."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        layer: Any = create("dmsa", SHAPE[-1], HEADS, membership_bias=True)
+        layer: Any = create("dmsa", WIDTH, HEADS, membership_bias=True)
         layer.assign.bias.copy_(0.4 * torch.arange(HEADS))
     return layer.to(dtype).float()
 
@@ -215,7 +169,7 @@ def problem_of(layer: TokenStatistics, device: torch.device, dtype: torch.dtype,
             warnings.filterwarnings("error", "The fused kernel")  # it gave way to plain torch, whose numbers prove nothing
             found = run(layer, z.to(device), layer.parameters())
     except Exception as error:  # whatever it is, this kernel does not work
-        return f"{type(error).__name__}: {tidy(error)}"
+        return in_one_line(error)
     finally:
         torch.set_float32_matmul_precision(precision)
     output, *gradients = [((x - y).norm() / y.norm()).item() for x, y in zip(found, exact, strict=True)]
@@ -224,105 +178,66 @@ def problem_of(layer: TokenStatistics, device: torch.device, dtype: torch.dtype,
     return "" if fine else f"output off by {output:.1e}" + (f", gradients by {max(gradients):.1e}" if grad else "")
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # --- what is wrong --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Finding:
-    level: str  # problem | note
-    what: str
-    remedy: str
-
-
-BROKEN = {
-    "torchvision": f"{PAIR_REMEDY}; dmst itself does not need torchvision, only dmst[timm] does",
-    "timm": "pip install --force-reinstall 'dmst[timm]'; dmst itself does not need it",
-}
-
-
-def examine(facts: Facts, checks: Iterable[Check]) -> list[Finding]:
-    """What is wrong on this machine, problems first."""
-    problems, notes, best = [], [], facts.best
-    if facts.gpu and best.name == "cpu":
-        what = f"this machine has an NVIDIA GPU, but torch {facts.versions['torch']}"
-        if facts.cuda_build:
-            what += f" for CUDA {facts.cuda_build} cannot use it"
+def findings(report: dict[str, Any]) -> list[dict[str, str]]:
+    """What is wrong, each with its remedy, problems first."""
+    problems, notes, device = [], [], best(report)
+    if report["gpu_present"] and device["name"] == "cpu":
+        what = f"this machine has an NVIDIA GPU, but torch {report['versions']['torch']}"
+        if report["cuda_build"]:
+            what += f" for CUDA {report['cuda_build']} cannot use it"
             remedy = "unset CUDA_VISIBLE_DEVICES if it hides the GPU; install an NVIDIA driver new enough for this CUDA; "
             remedy += "in a container, pass the GPU in (--gpus all)"
         else:
             what += " is a CPU build"
             remedy = "install a CUDA build of torch; https://pytorch.org/get-started/locally shows the pip command"
         problems.append((what, remedy))
-    if (0, 0) < best.capability < choice.OLDEST_DEVICE:
+    if (0, 0) < device["capability"] < choice.OLDEST_DEVICE:
         oldest = ".".join(map(str, choice.OLDEST_DEVICE))
-        what = f"{best.name} ({best.what}) is too old for the fused kernels, which need {oldest}"
+        what = f"{device['name']} ({device['what']}) is too old for the fused kernels, which need {oldest}"
         notes.append((what, "nothing to do: the plain kernels are used"))
-    elif facts.triton and best.name != "cpu":
+    elif report["triton_problem"] and device["name"] != "cpu":
         remedy = "pip install --upgrade 'dmst[kernels]'; until then the plain kernels are used"
-        problems.append((f"the fused kernels cannot be used on this GPU: {facts.triton}", remedy))
-    for name, message in facts.broken.items():
-        if not (name == "timm" and "torchvision" in facts.broken):  # which it imports: one cause, one finding
-            notes.append((f"{name} cannot be imported: {message}", BROKEN[name]))
-    notes += [(what, "only needed if you use this operator") for what in facts.operators]
-    for test in checks:
-        if test.problem:
-            what = f"self-test of {test.operator} ({test.kernel}) in {test.dtype} on {test.device}: {test.problem}"
-            remedy = 'call dmst.use_kernels("reference") first' if test.kernel == "fused" else "reinstall torch"
+        problems.append((f"the fused kernels cannot be used on this GPU: {report['triton_problem']}", remedy))
+    for test in report["self_test"]:
+        if test["problem"]:
+            what = "self-test of {operator} ({kernel}) in {dtype} on {device}: {problem}".format(**test)
+            remedy = 'call dmst.use_kernels("reference") first' if test["kernel"] == "fused" else "reinstall torch"
             problems.append((what, f"{remedy}, and report this with the output of dmst doctor --json"))
-    return [Finding("problem", *each) for each in problems] + [Finding("note", *each) for each in notes]
+    if report["timm_problem"]:
+        notes.append(("timm cannot be used; dmst itself does not need it", report["timm_problem"]))
+    notes += [(what, "only needed if you use this operator") for what in report["operator_problems"]]
+    levels = ["problem"] * len(problems) + ["note"] * len(notes)
+    return [
+        {"level": level, "what": what, "remedy": remedy} for level, (what, remedy) in zip(levels, problems + notes, strict=True)
+    ]
 
 
-# --- the whole ------------------------------------------------------------------------------------------------------
+# --- for a person ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Report:
-    well: bool
-    facts: Facts
-    operators: list[Row]
-    checks: list[Check]
-    findings: list[Finding]
-
-
-def diagnose() -> Report:
-    """Look, test and judge."""
-    facts = gather()
-    checks = self_test(dict.fromkeys((facts.devices[0], facts.best)))  # of several GPUs, the newest
-    findings = examine(facts, checks)
-    well = all(finding.level != "problem" for finding in findings)
-    return Report(well, facts, operator_table(torch.device(facts.best.name)), checks, findings)
-
-
-def as_json(report: Report) -> str:
-    return json.dumps(dataclasses.asdict(report), indent=1)
-
-
-def show(report: Report) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print the report."""
-    console, facts = Terminal(), report.facts
+    console, device = Terminal(), best(report)["name"]
 
     def table(title: str, columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> None:
-        grid = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=bool(columns[0]))
+        grid = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(columns))
         for row in rows:
             grid.add_row(*row)
         console.print(Text(title, "bold"), grid, "", sep="\n")
 
-    versions = {name: version or "not installed" for name, version in facts.versions.items()}
-    versions |= {name: f"{versions.get(name)}, cannot be imported" for name in facts.broken}
-    versions["torch"] += f", CUDA {facts.cuda_build}" if facts.cuda_build else ", without CUDA"
+    versions = {name: version or "not installed" for name, version in report["versions"].items()}
+    versions["torch"] += f", CUDA {report['cuda_build']}" if report["cuda_build"] else ", without CUDA"
     table("Versions", ("", ""), versions.items())
-    table("Devices", ("", ""), ((device.name, device.what) for device in facts.devices))
-    title = f"Kernels on {facts.best.name}, width {WIDTH}, {HEADS} heads, {_name(usual(torch.device(facts.best.name)))}"
-    rows = [dataclasses.astuple(row) for row in report.operators]
-    table(title, ("operator", "training", "inference", "why"), rows)
-    tests = [(c.operator, c.kernel, c.device, c.dtype, "failed" if c.problem else "ok") for c in report.checks]
-    table("Self-test against float64", ("operator", "kernel", "device", "dtype", "result"), tests)
-    for finding in report.findings:
-        say(f"{finding.level} {finding.what}", style="red" if finding.level == "problem" else "yellow")
-        say(f"  remedy: {finding.remedy}")
-    problems = sum(finding.level == "problem" for finding in report.findings)
+    table("Devices", ("", ""), ((each["name"], each["what"]) for each in report["devices"]))
+    title = f"Kernels on {device}, width {WIDTH}, {HEADS} heads, {usual_dtype(torch.device(device))}"
+    table(title, ("operator", "training", "inference", "why"), (row.values() for row in report["operators"]))
+    tests = [{**row, "problem": "failed" if row["problem"] else "ok"} for row in report["self_test"]]
+    table("Self-test against float64", ("operator", "kernel", "device", "dtype", "result"), (row.values() for row in tests))
+    for each in report["findings"]:
+        say(f"{each['level']} {each['what']}", style="red" if each["level"] == "problem" else "yellow")
+        say(f"  remedy: {each['remedy']}")
+    problems = sum(each["level"] == "problem" for each in report["findings"])
     say(f"Problems found: {problems}." if problems else "No problems found.")

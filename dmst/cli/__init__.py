@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import json
 import platform
 import sys
 import warnings
@@ -159,8 +160,8 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print the result 
     from dmst import doctor as office
 
     report = office.diagnose()
-    say(*office.as_json(report).splitlines()) if as_json else office.show(report)
-    raise typer.Exit(0 if report.well else 1)
+    say(json.dumps(report)) if as_json else office.show(report)
+    raise typer.Exit(0 if report["well"] else 1)
 
 
 PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # of `dmst --help`, in this order

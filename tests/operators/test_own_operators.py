@@ -145,9 +145,8 @@ for name in ("broken", "number"):
         dmst.create_model("dmst_digits", operator=name)
     except dmst.errors.OptionError as error:
         print(error)
-facts = doctor.Facts({}, (doctor.Device("cpu", "one"),), operators=tuple(dmst.OPERATORS.look()[1]))
-print(json.dumps([(finding.level, finding.what) for finding in doctor.examine(facts, [])]))
-print(json.dumps([row.operator for row in doctor.operator_table(torch.device("cpu"))]))
+print(json.dumps(doctor.machine()["operator_problems"]))
+print(json.dumps([row["operator"] for row in doctor.operator_table(torch.device("cpu"))]))
 app(["operators"], standalone_mode=False)
 """
     path = os.pathsep.join([str(installed), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
@@ -166,7 +165,7 @@ app(["operators"], standalone_mode=False)
         "Mend or uninstall my-ops 1.0."
     )
     assert number.startswith("operator 'number' of my-ops 1.0 cannot be used (something of type int is no operator")
-    assert json.loads(problems) == [["note", told] for told in (broken, number)]
+    assert json.loads(problems) == [broken, number]
     assert json.loads(rows) == [*OPERATORS, "mean_pull"]
     assert run.stderr.splitlines() == [broken, number]
     assert any(" mean_pull " in line for line in table) and not any(" broken " in line for line in table)
