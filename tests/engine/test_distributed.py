@@ -34,8 +34,6 @@ ROOT = Path(__file__).parents[2]
 TWENTY = ["data.limit=80", "schedule.epochs=4", "optim.opt=adamw", "run.eval_batch_size=50"]  # 359 test images: uneven
 TWO: dict[str, tuple[list[str], list[str], torch.dtype]] = {  # changes to the recipe; with two processes also; dtype
     "batch norm, float32": ([], [], torch.float32),
-    "batch norm, float64": ([], [], torch.float64),
-    "micro-steps, float32": (["model.options.stem=patch"], ["run.accumulate=2"], torch.float32),
     "micro-steps, float64": (["model.options.stem=patch"], ["run.accumulate=2"], torch.float64),
 }
 
