@@ -129,13 +129,6 @@ def test_the_seed_decides_the_start(case: Case) -> None:
     assert all(torch.equal(same[0][key], same[1][key]) for key in same[0])
     random = [key for key in same[0] if not torch.equal(same[0][key], same[2][key])]
     assert {"head.weight", "blocks.1.operator.out.weight"} & set(random)
-    model, starts = fresh(case), []
-    for seed in (5, 5, 6):
-        torch.manual_seed(seed)
-        model.init_weights()
-        starts.append({key: x.clone() for key, x in model.state_dict().items()})
-    assert all(torch.equal(starts[0][key], starts[1][key]) for key in starts[0])
-    assert [key for key in starts[0] if not torch.equal(starts[0][key], starts[2][key])] == random
 
 
 def test_layer_scale() -> None:
