@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from dmst.data import workers as reading
 from dmst.data.augment import Augment
 from dmst.data.loader import Batch, EvalStream, Shard, TrainStream, View
 from dmst.data.sets import ArraySet, ImageSet
@@ -331,19 +330,3 @@ def test_no_global_generator_is_touched() -> None:
     plain, augmented = (list(stream(Files(), each).batches(0, 2)) for each in (replace(augment, aa=""), augment))
     assert torch.equal(torch.get_rng_state(), before)
     assert all((a.images != b.images).flatten(1).any(1).float().mean() > 0.9 for a, b in zip(plain, augmented, strict=True))
-
-
-def test_a_worker_whose_run_was_killed_before_it_looked_ends_too() -> None:
-    """It then has another parent from the beginning, and would wait for that one."""
-    child = os.fork()
-    if child == 0:
-        reading._apart(0, parent=os.getpid())  # nobody is their own parent
-        time.sleep(60)
-        os._exit(0)
-    until = time.monotonic() + 20
-    while (found := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until:
-        time.sleep(0.05)
-    if found[0] == 0:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(found[1]) == 1 and found[0] == child
