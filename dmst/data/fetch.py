@@ -15,18 +15,16 @@ import http.client
 import os
 import shutil
 import tarfile
-import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import dmst
 from dmst import atomic
-from dmst.data.catalog import CATALOG, File
-from dmst.errors import BadFileError, DmstError, FetchError, FullDiskError, OptionError, SaveError, unknown_name
+from dmst.data.catalog import CATALOG, Entry, File
+from dmst.errors import BadFileError, FetchError, OptionError, unknown_name
 
 Tick = Callable[[str, int, int], None]  # what is being done, how far, of how much
 CHUNK = 1 << 20
@@ -41,30 +39,26 @@ def fetch(name: str, data_dir: str | Path, *, tick: Tick = no_tick, timeout: flo
 
     `base` takes the place of the address before the last slash (a mirror, a test).
     """
-    folder = Path(data_dir)
-    if name not in CATALOG:
-        raise unknown_name("dataset", name, CATALOG)
-    entry = CATALOG[name]
+    folder, entry = Path(data_dir), _entry(name)
     if not entry.files:
         raise OptionError(entry.by_hand.format(folder=folder))
     paths = []
     for file in entry.files:
         target = folder / file.path
         unpacked = target.with_name(file.unpacked) if file.unpacked else target
-        if not file.unpacked or not unpacked.exists():
-            with saving(target):
+        try:
+            if not file.unpacked or not unpacked.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
-            if not target.exists():
-                try:
+                if not target.exists():
                     _download(f"{base or entry.site}/{target.name}", file, target, tick, timeout)
-                except (FetchError, BadFileError) as error:
-                    raise type(error)(f"{error}\n{by_hand(name, folder)}") from error
-            elif wrong := differs(target, file, tick):
-                raise BadFileError(
-                    f"{target} is there and is not the file that is published: {wrong}. Move it away and fetch again."
-                )
-            if file.unpacked:
-                _unpack(target, unpacked, tick)
+                elif wrong := differs(target, file, tick):
+                    raise BadFileError(f"{target} is there and is not the file that is published: {wrong}. Move it away.")
+                if file.unpacked:
+                    _unpack(target, unpacked, tick)
+        except (FetchError, BadFileError) as error:
+            raise type(error)(f"{error}\n{by_hand(name, folder)}") from error
+        except OSError as error:
+            raise atomic.failed(target, error, file.bytes) from error
         paths.append(unpacked)
     return paths
 
@@ -103,10 +97,8 @@ class Verdict(NamedTuple):
 
 def verify(name: str, data_dir: str | Path, *, tick: Tick = no_tick) -> list[Verdict]:
     """Every official file of `name` in `data_dir`, compared with what is published."""
-    if name not in CATALOG:
-        raise unknown_name("dataset", name, CATALOG)
     verdicts = []
-    for file in CATALOG[name].files:
+    for file in _entry(name).files:
         path = Path(data_dir) / file.path
         if path.is_file():
             wrong = differs(path, file, tick)
@@ -114,93 +106,64 @@ def verify(name: str, data_dir: str | Path, *, tick: Tick = no_tick) -> list[Ver
     return verdicts
 
 
-# --- downloads --------------------------------------------------------------------------------------------------------
+def _entry(name: str) -> Entry:
+    if name not in CATALOG:
+        raise unknown_name("dataset", name, CATALOG)
+    return CATALOG[name]
 
 
 def _download(url: str, file: File, target: Path, tick: Tick, timeout: float) -> None:
     """Requests until all bytes are there, each begun where the last one ended; then the check, then the rename."""
     part = target.with_name(f"{target.name}.part")
-    while (before := _length(part)) < file.bytes:
-        trouble = ""
-        try:
-            _request(url, part, file.bytes, lambda done: tick(f"fetch {target.name}", done, file.bytes), timeout)
-        except DmstError:
-            raise
-        except (OSError, http.client.HTTPException) as error:
-            trouble = f" ({getattr(error, 'reason', None) or str(error) or type(error).__name__})"
-        have = _length(part)
-        if have < file.bytes and have <= before:  # as long as something comes, it goes on
-            told = f"was cut off after {have:,} of {file.bytes:,} bytes, which are kept" if have else "cannot be reached"
-            raise FetchError(f"{url} {told}{trouble}.")
+    with part.open("ab") as out:
+        while (before := out.tell()) < file.bytes:
+            trouble = ""
+            try:
+                for data in _request(url, before, timeout):
+                    out.write(data)
+                    tick(f"fetch {target.name}", out.tell(), file.bytes)
+                    if out.tell() > file.bytes:
+                        break
+            except FetchError as error:
+                trouble = f" ({error})"
+            if out.tell() == before:  # as long as something comes, it goes on
+                told = (
+                    f"was cut off after {before:,} of {file.bytes:,} bytes, which are kept" if before else "cannot be reached"
+                )
+                raise FetchError(f"{url} {told}{trouble}.")
+        out.flush()
+        os.fsync(out.fileno())
     if wrong := differs(part, file, tick):
         part.unlink()
         raise BadFileError(f"what {url} sent is not the file that is published: {wrong}. It was thrown away: try again later.")
-    with saving(target):
-        part.replace(target)
+    part.replace(target)
 
 
-def _request(url: str, part: Path, size: int, tick: Callable[[int], None], timeout: float) -> None:
-    """One request: what it brings is added to `part`, or begins it anew where the server does not go on from there."""
-    have = _length(part)
-    headers = {"User-Agent": f"dmst/{dmst.__version__}"} | ({"Range": f"bytes={have}-"} if have else {})
+def _request(url: str, start: int, timeout: float) -> Iterator[bytes]:
+    """The bytes of a file from `start` on, as one request brings them; every trouble of the network is a FetchError."""
+    headers = {"User-Agent": f"dmst/{dmst.__version__}"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
-        answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code == 416:  # it has fewer bytes than have come
-            part.unlink()
-        raise FetchError(f"{url} answers {error.code} {error.reason}.") from error
-    with answer:
-        start = have if answer.headers.get("Content-Range", "").startswith(f"bytes {have}-") else 0
-        with saving(part):
-            out = part.open("ab" if start else "wb")
-        with out:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout) as answer:
+            known = 0 if answer.status == 206 else start  # a server that begins anew: what is here already is passed over
             while data := answer.read1(CHUNK):
-                start += len(data)
-                if start > size:
-                    raise FetchError(f"{url} sends more than the {size:,} bytes that are published: refused.")
-                with saving(part):
-                    out.write(data)
-                    out.flush()
-                tick(start)
-            with saving(part):
-                os.fsync(out.fileno())
-
-
-def _length(part: Path) -> int:
-    return part.stat().st_size if part.is_file() else 0
-
-
-@contextmanager
-def saving(path: Path) -> Iterator[None]:
-    """The disk's errors as SaveError."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, DmstError):
-            raise
-        kind = FullDiskError if error.errno in atomic.NO_ROOM else SaveError
-        raise kind(
-            f"{path} could not be written ({error.strerror or error}). What has come is kept: make room and run it again."
-        ) from error
-
-
-# --- archives ---------------------------------------------------------------------------------------------------------
+                yield data[known:]
+                known = max(0, known - len(data))
+    except (OSError, http.client.HTTPException) as error:
+        raise FetchError(str(error) or type(error).__name__) from error
 
 
 def _unpack(archive: Path, folder: Path, tick: Tick) -> None:
-    """What the archive holds, complete or not at all; tarfile's data filter refuses what would leave the folder."""
-    staging = folder.with_name(f".{folder.name}.unpacking")
+    """Into a folder beside it, by tarfile's filter "data" (no link or name that leads out), then renamed."""
+    staging, total = folder.with_name(f".{folder.name}.unpacking"), archive.stat().st_size
     shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
-    total = archive.stat().st_size
     try:
-        with saving(folder), archive.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:gz") as tar:
+        with archive.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:gz") as tar:
             for member in tar:
                 tar.extract(member, staging, filter="data")
                 tick(f"unpack {archive.name}", raw.tell(), total)
-            if not (staging / folder.name).is_dir():
-                raise BadFileError(f"{archive} holds no folder {folder.name}: nothing was unpacked.")
-            (staging / folder.name).rename(folder)
+        if not (staging / folder.name).is_dir():
+            raise BadFileError(f"{archive} holds no folder {folder.name}: nothing was unpacked.")
+        (staging / folder.name).rename(folder)
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise BadFileError(f"{archive} cannot be unpacked ({error}).") from error
     finally:

@@ -9,7 +9,6 @@ import io
 import os
 import random
 import re
-import shutil
 import socket
 import tarfile
 import threading
@@ -114,8 +113,7 @@ def test_complete(server: Server, tmp_path: Path) -> None:
     assert fetch.fetch("svhn", folder, base=server.base, tick=lambda *told: ticks.append(told)) == [folder / NAME]
     assert (folder / NAME).read_bytes() == CONTENT and names(folder) == [NAME]
     assert ticks[-1] == (f"check {NAME}", len(CONTENT), len(CONTENT))
-    assert (f"fetch {NAME}", len(CONTENT), len(CONTENT)) in ticks
-    assert len(server.asked) == 1 and server.asked[0]["User-Agent"].startswith("dmst/") and "Range" not in server.asked[0]
+    assert len(server.asked) == 1 and server.asked[0]["User-Agent"].startswith("dmst/")
     fetch.fetch("svhn", folder, base=server.base)  # it is there
     assert len(server.asked) == 1
 
@@ -136,7 +134,7 @@ def test_ranges_ignored(server: Server, tmp_path: Path) -> None:
     server.cuts, server.ranges = [100_000], False
     fetch.fetch("svhn", tmp_path, base=server.base)
     assert len(server.asked) == 2 and (tmp_path / NAME).read_bytes() == CONTENT
-    shutil.rmtree(tmp_path)
+    (tmp_path / NAME).unlink()
     server.cuts = [100_000, 100_000]  # it would never end
     with pytest.raises(FetchError, match="cut off after 100,000"):
         fetch.fetch("svhn", tmp_path, base=server.base)
@@ -144,18 +142,11 @@ def test_ranges_ignored(server: Server, tmp_path: Path) -> None:
 
 def test_changed_on_the_server(server: Server, tmp_path: Path) -> None:
     """What was begun is of another version: the checksum sees it, and the next call begins anew."""
-    part = tmp_path / f"{NAME}.part"
-    part.write_bytes(bytes(200_000))
+    (tmp_path / f"{NAME}.part").write_bytes(bytes(200_000))
     with pytest.raises(BadFileError, match="It was thrown away"):
         fetch.fetch("svhn", tmp_path, base=server.base)
     fetch.fetch("svhn", tmp_path, base=server.base)
     assert (tmp_path / NAME).read_bytes() == CONTENT
-    (tmp_path / NAME).unlink()
-    part.write_bytes(CONTENT[:200_000])
-    server.files[NAME] = CONTENT[:150_000]  # shorter than what has come: 416
-    with pytest.raises(FetchError, match="answers 416"):
-        fetch.fetch("svhn", tmp_path, base=server.base)
-    assert not part.exists()
 
 
 # --- wrong ------------------------------------------------------------------------------------------------------------
@@ -168,7 +159,10 @@ def test_wrong_content(server: Server, tmp_path: Path) -> None:
     assert md5(CONTENT) in str(error.value) and "by hand" in str(error.value)
     assert names(tmp_path) == []
     server.extra = b"more"
-    with pytest.raises(FetchError, match="sends more than the 300,007 bytes"):
+    with pytest.raises(BadFileError, match="it has 300,011 bytes instead of 300,007"):
+        fetch.fetch("svhn", tmp_path, base=server.base)
+    server.files.clear()
+    with pytest.raises(FetchError, match="404: Not Found"):
         fetch.fetch("svhn", tmp_path, base=server.base)
     assert NAME not in names(tmp_path)
 
@@ -205,7 +199,7 @@ def test_the_disk_is_full_in_the_middle(server: Server, tmp_path: Path, monkeypa
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(FullDiskError, match=r"No space left on device.*What has come is kept"):
+        with pytest.raises(FullDiskError, match="No space left on device"):
             fetch.fetch("svhn", tmp_path, base=server.base)
     assert names(tmp_path) == [f"{NAME}.part"]
     fetch.fetch("svhn", tmp_path, base=server.base)
@@ -250,44 +244,28 @@ def test_unpacked(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "food-101.tar.gz").unlink()  # it takes room, and what came out of it is there
     fetch.fetch("food101", tmp_path, base=server.base)
     assert len(server.asked) == 1
-    shutil.rmtree(tmp_path / "food-101")
-    (tmp_path / "food-101.tar.gz").write_bytes(data)
-    fetch.fetch("food101", tmp_path, base="http://127.0.0.1:9")  # got by hand: only unpacked
-    assert set(inside) < set(names(tmp_path))
 
 
 @pytest.mark.parametrize(
-    "evil",
+    ("data", "told"),
     [
-        member("food-101/../../evil"),
-        member("food-101/evil", tarfile.SYMTYPE, "/etc"),
-        member("food-101/evil", tarfile.LNKTYPE, "../../evil"),
-        member("food-101/evil", tarfile.FIFOTYPE),
+        (archive()[:1500], "cannot be unpacked"),
+        (archive(top="other"), "holds no folder food-101"),
+        (archive(member("food-101/../../evil")), "cannot be unpacked"),
+        (archive(member("food-101/evil", tarfile.SYMTYPE, "/etc")), "cannot be unpacked"),
+        (archive(member("food-101/evil", tarfile.LNKTYPE, "../../evil")), "cannot be unpacked"),
+        (archive(member("food-101/evil", tarfile.FIFOTYPE)), "cannot be unpacked"),
     ],
 )
-def test_nothing_leaves_the_folder(
-    evil: tuple[tarfile.TarInfo, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_archives_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, told: str) -> None:
+    """Got by hand, damaged or hostile: nothing is left of it, inside the folder or outside."""
     folder = tmp_path / "data"
+    published(monkeypatch, data, "food-101.tar.gz", "food-101", "food101")
     folder.mkdir()
-    data = archive(evil)
-    published(monkeypatch, data, "food-101.tar.gz", "food-101", "food101")
     (folder / "food-101.tar.gz").write_bytes(data)
-    with pytest.raises(BadFileError, match="cannot be unpacked"):
-        fetch.fetch("food101", folder)
-    assert names(tmp_path) == ["data/food-101.tar.gz"]
-    assert not [path for path in tmp_path.rglob("*") if "evil" in path.name]
-
-
-@pytest.mark.parametrize(
-    ("data", "told"), [(archive()[:1500], "cannot be unpacked"), (archive(top="other"), "holds no folder food-101")]
-)
-def test_an_archive_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, told: str) -> None:
-    published(monkeypatch, data, "food-101.tar.gz", "food-101", "food101")
-    (tmp_path / "food-101.tar.gz").write_bytes(data)
     with pytest.raises(BadFileError, match=told):
-        fetch.fetch("food101", tmp_path)
-    assert names(tmp_path) == ["food-101.tar.gz"] and not [x for x in tmp_path.iterdir() if x.is_dir()]
+        fetch.fetch("food101", folder)
+    assert [path.name for path in tmp_path.rglob("*")] == ["data", "food-101.tar.gz"]
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
