@@ -8,17 +8,14 @@ dmst data verify [NAME]      the checksums of what is in the data folder
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from dmst.cli.progress import downloads
 from dmst.terminal import Terminal, say
-from dmst.words import visible
 
 if TYPE_CHECKING:
     from dmst.data.catalog import Entry
@@ -40,11 +37,11 @@ def data_list(data_dir: str = typer.Option(None, envvar="DMST_DATA", help=HELP))
     """
     from dmst.data.catalog import CATALOG
 
-    rows = []
+    row = "{:<14} {:<18} {:<8} {}".format  # plain lines, for eyes and for grep
+    say(row("name", "train + test", "classes", "in the data folder"))
     for name, entry in CATALOG.items():
         images = " + ".join(f"{count:,}" for count in entry.counts.values())
-        rows.append((name, images, str(entry.class_count), _here(name, entry, data_dir)))
-    Terminal().print(_grid(("name", "train + test", "classes", "in the data folder"), rows))
+        say(row(name, images, entry.class_count, _here(name, entry, data_dir)))
     say(f"Data folder: {data_dir}" if data_dir else NO_FOLDER)
 
 
@@ -67,27 +64,23 @@ def data_info(
     from dmst.data.catalog import CATALOG, located
     from dmst.data.formats import SPLITS
 
-    console, entry = Terminal(), CATALOG.get(name)
+    entry = CATALOG.get(name)
     if entry is None:
-        found = [_opened(name, split, data_dir) for split in SPLITS]
-        if not any(sound for _, sound in found):
-            raise typer.BadParameter(found[0][0], param_hint="NAME")
-        console.print(_grid(("", ""), zip(SPLITS, (told for told, _ in found), strict=True)))
+        found = {split: _opened(name, split, data_dir) for split in SPLITS}
+        if not any(sound for _, sound in found.values()):
+            raise typer.BadParameter(found["train"][0], param_hint="NAME")
+        say(*(f"{split}: {told}" for split, (told, _) in found.items()))
         return
-    console.print(Text.assemble((entry.title, "bold"), f"  {name}"), _grid(("", ""), _facts(name, entry)), "", sep="\n")
+    say(entry.title, *(f"{what:<9}{told}" for what, told in _facts(name, entry)), "")
     if not data_dir and entry.places:
         say(NO_FOLDER)
         return
-    rows, well = [], True
+    well = True
     for split in entry.counts:
         place = located(entry, split, Path(data_dir)) if entry.places else entry.layout
-        if place is None:
-            rows.append((split, f"not in {data_dir}"))
-            continue
-        told, sound = ("", True) if quick else _opened(name, split, data_dir)
-        rows.append((split, f"{place}\n{told}".strip()))
+        told, sound = ("", True) if quick or not place else _opened(name, split, data_dir)
+        say(f"{split}: {place or f'not in {data_dir}'}", *([f"  {told}"] if told else []))
         well &= sound
-    console.print(Text("In the data folder", "bold"), _grid(("", ""), rows), sep="\n")
     raise typer.Exit(0 if well else 1)
 
 
@@ -171,7 +164,7 @@ def _opened(name: str, split: str, data_dir: str | None) -> tuple[str, bool]:
     from dmst.errors import DmstError
 
     try:
-        with Terminal(stderr=True).status(f"opening {visible(name)} {split}"):
+        with Terminal(stderr=True).status(f"opening {name} {split}"):
             found = open_set(name, split, data_dir=data_dir)
     except DmstError as error:
         return str(error), False
@@ -192,12 +185,3 @@ def _here(name: str, entry: Entry, data_dir: str | None) -> str:
     if not found:
         return f"no: dmst data fetch {name}"  # of ImageNet it says how to get it
     return entry.layout if len(found) == len(entry.counts) else f"{entry.layout}, {' and '.join(found)} only"
-
-
-def _grid(columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> Table:
-    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(columns))
-    for column in columns:
-        grid.add_column(column, overflow="fold", no_wrap=column is not columns[-1])
-    for row in rows:
-        grid.add_row(*row)
-    return grid
