@@ -156,7 +156,6 @@ class _Run:
     ended: bool = False  # an earlier start came to the end
     reason: str = ""  # why the stop rule ends the run, the same on all processes
     tried: int = -1  # the step that was to be saved last, the same on all processes
-    saved: int = -1  # the step that was
 
     signals: StopSignals = field(init=False)
 
@@ -230,7 +229,7 @@ class _Run:
 
     def _take(self, state: State) -> None:
         self.step, self.best, self.epoch_sums = state.step, state.best, state.epoch_sums
-        self.tried = self.saved = self.step
+        self.tried = self.step
         if self.step > self.steps:
             raise OptionError(
                 f"the run in {self.folder.path} is at step {self.step}, and this recipe ends after {self.steps}: "
@@ -446,7 +445,6 @@ class _Run:
                         raise
                     self.watch.say(f"{error} Training goes on, as asked.")
                 else:
-                    self.saved = self.step
                     self.log.write("checkpoint", self.step)
         self.tried = self.step
 
@@ -456,7 +454,7 @@ class _Run:
     def _stopped(self) -> Stopped:
         received = self.signals.received
         self.log.write("stopped", self.step, signal=received, **({"reason": self.reason} if self.reason else {}))
-        saved = "which is saved" if self.saved == self.step or not self.group.main else "which could not be saved"
+        saved = "which is saved" if not self.group.main or self.step in self.folder.steps() else "which could not be saved"
         told = f"Stopped after step {self.step:,} of {self.steps:,}, {saved}. The same command goes on."
         stopped = Stopped(f"{self.reason} {told}".strip(), received or signal.SIGTERM)
         if self.reason and not received:
