@@ -133,11 +133,6 @@ class TrainStream(_Stream):
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch
 
-    def indices(self, step: int) -> Tensor:
-        """The images of the global batch, int64 on the CPU."""
-        start = step % self.steps_per_epoch * self.batch_size
-        return self._order(self.epoch_of(step))[start : start + self.batch_size] % chance.COPY
-
     def batches(self, first_step: int, last_step: int) -> Iterator[Batch]:
         """This process's micro-batches of the steps first_step .. last_step - 1, in the order (step, micro-step)."""
         return self._batches(lambda: self._parts(first_step, last_step))

@@ -231,13 +231,6 @@ def test_operations_are_those_of_timm(name: str, increasing: bool, theirs: Any, 
                     assert not torch.equal(out, x)
 
 
-def test_an_operation_that_is_none_leaves_the_image() -> None:
-    x = pictures(5)
-    assert torch.equal(
-        operate(x, torch.full((5,), -1), torch.full((5,), 9.0), torch.ones(5, dtype=torch.bool), True, GREY, "bicubic"), x
-    )
-
-
 def test_color_jitter_as_pillow_does() -> None:
     x, draws = pictures(5), chance.uniform("a", 0, 0, torch.arange(5), 3)
     out = color.color_jitter(x, draws, 0.4)

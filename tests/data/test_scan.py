@@ -1,11 +1,8 @@
-"""The scan before a run: every bad image by name, the same answer with and without workers, and no hang when one dies."""
+"""The scan before a run: every bad image by name, the same answer with and without workers."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from PIL import Image
 from dmst.data import scan as scanning
 from dmst.data.scan import scan_all
 from dmst.data.sets import ArraySet, FileSet, ImageSet, subset
-from dmst.errors import BadImageError, DmstError, OptionError
+from dmst.errors import BadImageError, OptionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # from Python 3.12 on
 
@@ -60,15 +57,6 @@ class Counting(ImageSet):
 
     def where(self, index: int) -> str:
         return self.base.where(index) if hasattr(self, "base") else ""
-
-
-class Deadly(FileSet):
-    """Ends the process that reads its image 130."""
-
-    def read(self, index: int) -> np.ndarray:
-        if index == 130:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().read(index)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -152,14 +140,3 @@ def test_another_error_counts_as_bad(tmp_path: Path) -> None:
     images.read = lambda index: [][index]  # type: ignore[assignment, method-assign]
     with pytest.raises(BadImageError, match=r"4 of 4 images.*\n.*000\.png: IndexError: list index out of range"):
         scan(images)
-
-
-def test_a_worker_that_dies(tmp_path: Path) -> None:
-    """An error, soon, and no process is left."""
-    images = folder_of(tmp_path / "set", 300)
-    images.__class__ = Deadly
-    start = time.perf_counter()
-    with pytest.raises(DmstError, match="a worker process that reads images has died"):
-        scan(images, workers=2)
-    assert time.perf_counter() - start < 30
-    assert not multiprocessing.active_children()
