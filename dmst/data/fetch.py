@@ -19,7 +19,6 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import dmst
 from dmst import atomic
@@ -87,23 +86,10 @@ def differs(path: Path, file: File, tick: Tick = no_tick) -> str:
     return "" if md5.hexdigest() == file.md5 else f"its md5 is {md5.hexdigest()} instead of {file.md5}"
 
 
-class Verdict(NamedTuple):
-    """A file that is there, whether it is sound, and why."""
-
-    path: Path
-    sound: bool
-    told: str
-
-
-def verify(name: str, data_dir: str | Path, *, tick: Tick = no_tick) -> list[Verdict]:
-    """Every official file of `name` in `data_dir`, compared with what is published."""
-    verdicts = []
-    for file in _entry(name).files:
-        path = Path(data_dir) / file.path
-        if path.is_file():
-            wrong = differs(path, file, tick)
-            verdicts.append(Verdict(path, not wrong, wrong or "size and md5 as published"))
-    return verdicts
+def verify(name: str, data_dir: str | Path, *, tick: Tick = no_tick) -> dict[Path, str]:
+    """How every official file of `name` that is in `data_dir` differs from what is published."""
+    files = {Path(data_dir) / file.path: file for file in _entry(name).files}
+    return {path: differs(path, file, tick) for path, file in files.items() if path.is_file()}
 
 
 def _entry(name: str) -> Entry:
