@@ -57,8 +57,7 @@ class Group:
             for tensor in tensors:
                 held = tensor.detach().to(self.device).contiguous()
                 dist.broadcast(held, 0)
-                if held.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(held)
+                tensor.copy_(held)
 
     def broadcast_text(self, text: str) -> str:
         """The main process's text."""

@@ -155,12 +155,7 @@ def evaluated_by(run: str | Path | None, data_dir: str | Path | None = None) -> 
 def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> VisionModel:
     """The network, from `init_from` if the recipe says so, else from its seed. One of grey images takes colour ones too."""
     config = recipe.model_config(num_classes=len(classes))
-    if channels > config.in_chans:
-        if recipe.model.init_from:
-            raise OptionError(
-                f"the weights {recipe.model.init_from} are for grey images, and these have colours: start from weights for "
-                f"colour images, as --init-from {BEST_START}."
-            )
+    if channels > config.in_chans and not recipe.model.init_from:  # what weights take is refused by the stream of images
         config = config.change(in_chans=channels)
     torch.manual_seed(chance.small_seed("weights", recipe.run.seed))
     model = VisionModel(config)

@@ -119,7 +119,7 @@ class TrainStep:
 
     def _gradients(self, step: int, batches: Iterator[Batch]) -> None:
         """Those of all micro-batches. A GPU is still at work on them when this returns."""
-        self.forget()
+        self.model.zero_grad()
         self._sums.zero_()
         micro_steps = self.recipe.run.accumulate
         for micro in range(micro_steps):
@@ -133,21 +133,21 @@ class TrainStep:
 
     def _add(self, batch: Batch) -> None:
         """The gradients of one micro-batch, onto those that are there. Checkpointed blocks run again in the backward pass."""
-        logits = self.logits(self.net, batch.images)
+        logits = self._logits(batch.images)
         smoothing = self.recipe.optim.smoothing
         loss = F.cross_entropy(logits, batch.targets.to(logits.dtype), label_smoothing=smoothing, reduction="none").sum()
         (loss * (self.group.world * self.scale / self.recipe.run.batch_size)).backward()  # processes take the mean
         right = (logits.detach().argmax(1) == batch.labels).sum()
         self._sums[:2] += torch.stack((loss.detach(), right.to(loss.dtype)))
 
-    def logits(self, net: nn.Module, images: Tensor) -> Tensor:
-        """What a form of the network (plain, compiled, of several processes) says, in the run's layout and precision."""
+    def _logits(self, images: Tensor) -> Tensor:
+        """In the run's layout and precision."""
         run = self.recipe.run
         images = images.to(self.parameters[0].dtype)
         if run.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         with precision(run.amp, self.group.device):
-            logits = net(images)
+            logits = self.net(images)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _measure(self) -> None:
@@ -167,14 +167,9 @@ class TrainStep:
             self.mean.update(step)
             retract(self.mean.model)
 
-    def forget(self) -> None:
-        """Drop the gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
-
     def _take_back(self, before: list[Tensor]) -> None:
         """As it was before the step."""
-        self.forget()
+        self.model.zero_grad()
         for now, was in zip(self._statistics, before, strict=True):
             now.copy_(was)
 
