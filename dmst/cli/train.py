@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import typer
-from rich import box
 from rich.table import Table
 
 from dmst.terminal import Terminal, say
@@ -87,21 +86,30 @@ def train(
     from dmst.analysis.probes import layers
     from dmst.engine import journal
     from dmst.engine.console import watcher
+    from dmst.engine.prepare import settings_of
     from dmst.engine.recipe import read_recipe
     from dmst.engine.train_loop import Probe, Result
     from dmst.engine.train_loop import train as run
     from dmst.errors import OptionError
 
-    name, sugar = _recipe_of(recipe, data, model, init_from, data_dir)
-    given = {"schedule.epochs": epochs, "run.batch_size": batch, "data.image_size": size, "optim.lr": lr}
-    sugar += [f"{key}={value}" for key, value in given.items() if value is not None]
-    sugar += [f"data.on_bad_image={on_bad_image}"] if on_bad_image else []
+    if recipe is None and data is None:
+        raise OptionError("dmst train needs a recipe (`dmst recipes` lists them), or --data with a folder of images.")
+    if recipe is not None and Path(recipe).is_dir():
+        raise OptionError(f"{recipe} is a folder, not a recipe: dmst train --data {recipe}")
     out = out or f"runs/{Path(recipe or data or '').resolve().name.removesuffix('.toml')}"
+    given: dict[str, object] = {"schedule.epochs": epochs, "run.batch_size": batch, "data.image_size": size, "optim.lr": lr}
+    given["data.on_bad_image"] = on_bad_image
+    settings: list[str] = []
+    if recipe is None:
+        recipe, settings = "finetune", settings_of(data, model, init_from, data_dir)
+    else:
+        given |= {"data.name": data, "model.name": model, "model.init_from": init_from}
+    settings += [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value is not None]
     flat = data and Path(data).is_dir() and not (Path(data) / "train").is_dir()  # its folders are classes
     if flat and Path(out).resolve().is_relative_to(Path(data).resolve()):
         raise OptionError(f"the run would be written to {out}, among the images of {data}: give another folder, --out DIR.")
     listeners = [journal.tensorboard(Path(out) / "tensorboard")] if tensorboard and _is_main() else []
-    plan = read_recipe(name, [*sugar, *changes])
+    plan = read_recipe(recipe, [*settings, *changes])
     probes: dict[str, Probe] = {"layers": layers}
     if certify or stop_ascending:
         if not (plan.data.eval or plan.data.holdout):
@@ -182,32 +190,13 @@ def recipes(
     elif name:
         say(*read_recipe(name).to_toml().splitlines())
     else:
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for word in ("recipe", "network", "data", "epochs"):
-            table.add_column(word, no_wrap=True)
+        row = "{:<21} {:<15} {:<15} {:>6}".format
+        say(row("recipe", "network", "data", "epochs"))
         for each, found in list_recipes().items():
-            table.add_row(each, found.model.name, found.data.name, str(found.schedule.epochs))
-        Terminal().print(table)
+            say(row(each, found.model.name, found.data.name, found.schedule.epochs))
         say("`dmst recipes NAME` prints one whole: what it reproduces, what was expected, what was measured.")
 
 
 def _is_main() -> bool:
     """Whether this process is the one that speaks, of those that torchrun started."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def _recipe_of(
-    recipe: str | None, data: str | None, model: str | None, init_from: str | None, data_dir: str | None
-) -> tuple[str, list[str]]:
-    """The recipe, and what --data, --model and --init-from say as changes to it. With --data alone it is `finetune`."""
-    from dmst.engine.prepare import settings_of
-    from dmst.errors import OptionError
-
-    if recipe is not None and Path(recipe).is_dir():
-        raise OptionError(f"{recipe} is a folder, not a recipe: dmst train --data {recipe}")
-    if recipe is None:
-        if data is None:
-            raise OptionError("dmst train needs a recipe (`dmst recipes` lists them), or --data with a folder of images.")
-        return "finetune", settings_of(data, model, init_from, data_dir)
-    given = {"data.name": data, "model.name": model, "model.init_from": init_from}
-    return recipe, [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value]
