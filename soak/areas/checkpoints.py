@@ -633,7 +633,7 @@ def swap(draw: random.Random, place: Path) -> str:
 def of_step_before(draw: random.Random, place: Path) -> str:
     name = draw.choice(sorted(x.name for x in place.iterdir()))
     shutil.copy(place.with_name(f"step_{STEPS[draw.randrange(2)]:08d}") / name, place / name)
-    return f"{name}|was renamed"
+    return f"{name}|was renamed|sha256 is not"
 
 
 def rewritten(change: Callable[[random.Random, bytes], bytes], draw: random.Random, place: Path) -> str:
