@@ -270,14 +270,9 @@ def test_imagenet_flat_with_a_solution(beside: str, tmp_path: Path) -> None:
     rows = [f"ILSVRC2012_val_0000000{k + 1},{name} 1 2 3 4 {name} 5 6 7 8 " for k, name in enumerate(ids)]
     solution = put(root / beside / "LOC_val_solution.csv", "\n".join(["ImageId,PredictionString", *rows[::-1]]))
     same(opened(lists.read_imagenet, root / "val", "imagenet", "test"), images, [2, 0, 2, 1])  # type: ignore[arg-type]
-    for line, told in (
-        (f"ILSVRC2012_val_00000009,{IDS[0]} 1 2 3 4", r"val_00000009\.JPEG cannot be read \(No such file"),
-        ("ILSVRC2012_val_00000004", r"solution\.csv cannot be read"),
-        ("ILSVRC2012_val_00000004,n99999999 1", r"solution\.csv has the unknown class n99999999"),
-    ):
-        put(solution, "\n".join(["ImageId,PredictionString", *rows, line]))
-        with pytest.raises(BadFileError, match=told):
-            opened(lists.read_imagenet, root / "val", "imagenet", "test")
+    put(solution, "\n".join(["ImageId,PredictionString", *rows, "ILSVRC2012_val_00000004,n99999999 1"]))
+    with pytest.raises(BadFileError, match=r"solution\.csv has the unknown class n99999999"):
+        opened(lists.read_imagenet, root / "val", "imagenet", "test")
     solution.unlink()
     with pytest.raises(BadFileError, match=r"is flat and nothing says which class .*LOC_val_solution\.csv"):
         opened(lists.read_imagenet, root / "val", "imagenet", "test")
