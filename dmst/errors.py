@@ -188,22 +188,13 @@ def refuse_unknown_options(owner: type, unknown: Mapping[str, object]) -> None:
         raise unknown_name(f"option of {owner.__name__}", next(iter(unknown)), known)
 
 
-PAIR_REMEDY = "install torch and torchvision from the same index, CPU or CUDA: https://pytorch.org/get-started/locally/"
-
-
 def need(module: str, extra: str) -> ModuleType:
-    """Import an optional library, or say which extra brings it.
-
-    Catches `Exception`, not `ImportError`: a torchvision built for another torch raises RuntimeError when it is imported.
-    """
+    """Import an optional library, or say which extra brings it."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{module} could not be imported ({error}). Install it with: pip install 'dmst[{extra}]'"
-        ) from error
-    except Exception as error:
-        remedy = PAIR_REMEDY if "torchvision" in f"{module} {error}" else f"pip install --force-reinstall 'dmst[{extra}]'"
-        raise MissingExtraError(
-            f"{module} is installed and does not import ({type(error).__name__}: {error}). To mend it: {remedy}"
-        ) from error
+    except Exception as error:  # a torchvision built for another torch raises RuntimeError
+        remedy = f"Install it with: pip install 'dmst[{extra}]'"
+        if "torchvision::" in str(error):
+            remedy = "Install torch and torchvision from the same index, CPU or CUDA: https://pytorch.org/get-started/locally/"
+        told = f"{module} could not be imported ({type(error).__name__}: {error}). {remedy}"
+        raise MissingExtraError(told) from error
