@@ -266,6 +266,12 @@ def _place(name: str, split: str, folder: Path | None) -> Path:
     entry = CATALOG[name]
     if place := located(entry, split, folder):
         return place
+    pickled = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}.get(name, "")
+    if pickled and (folder / pickled).exists():
+        raise BadFileError(
+            f"{folder / pickled} is a set of pickles, which can run code when they are read: refused. Get the binary archive "
+            f"{entry.files[0].path} instead: dmst data fetch {name}."
+        )
     raise BadFileError(
         f"{name} {split} is not in {folder}. Looked for: {' or '.join(entry.places[split])} ({entry.layout}). "
         f"`dmst data fetch {name}` gets it, or says how. If it is elsewhere: {remedy}"

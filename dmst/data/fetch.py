@@ -101,6 +101,8 @@ def _entry(name: str) -> Entry:
 def _download(url: str, file: File, target: Path, tick: Tick, timeout: float) -> None:
     """Requests until all bytes are there, each begun where the last one ended; then the check, then the rename."""
     part = target.with_name(f"{target.name}.part")
+    if part.is_symlink():
+        raise BadFileError(f"{part} is a link, and links are not followed: remove it.")
     with part.open("ab") as out:
         while (before := out.tell()) < file.bytes:
             trouble = ""

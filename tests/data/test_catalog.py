@@ -90,6 +90,12 @@ def test_unknown_names(name: str, split: str, told: str, tmp_path: Path) -> None
         open_set(name, split, data_dir=tmp_path)
 
 
+def test_python_batches_are_refused_with_the_name_of_the_binary_archive(tmp_path: Path) -> None:
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    with pytest.raises(BadFileError, match=r"pickles.*cifar-10-binary\.tar\.gz"):
+        open_set("cifar10", "train", data_dir=tmp_path)
+
+
 def test_bad_splits_are_refused(tmp_path: Path) -> None:
     official(tmp_path, labels=[0, 1, 2, 3, 4, 5, 6, 8, 8, 9])
     with pytest.raises(BadFileError, match=r"cifar10 train .*has no image of horse: .* 10 classes"):

@@ -117,6 +117,14 @@ def test_complete(server: Server, tmp_path: Path) -> None:
     assert len(server.asked) == 1
 
 
+def test_a_link_in_its_place_is_not_followed(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "somebodys").write_bytes(b"kept")
+    (tmp_path / f"{NAME}.part").symlink_to(tmp_path / "somebodys")
+    with pytest.raises(BadFileError, match="links are not followed"):
+        fetch.fetch("svhn", tmp_path, base=server.base)
+    assert (tmp_path / "somebodys").read_bytes() == b"kept"
+
+
 def test_cut_off_and_continued(server: Server, tmp_path: Path) -> None:
     """In one call as long as something comes, then by the next call."""
     server.cuts = [100_000, 1, 0]
