@@ -264,7 +264,7 @@ def test_explorer(tmp_path: Path) -> None:
     (broken := tmp_path / NAMES[0]).mkdir()
     session = Session([str(folder), str(broken)])
     for id in ("m0", "m1"):
-        session.load(id)
+        session.networks[id].load()
     network = session.network("m0")
     assert network.state == "ready"
     look = network.look(session.picture("e6"), {})

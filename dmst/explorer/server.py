@@ -81,8 +81,8 @@ class Site:
 
     def load(self) -> None:
         """In the background, each network in its own lane."""
-        for id in self.session.networks:
-            self.lanes[id].submit(self.session.load, id)
+        for id, network in self.session.networks.items():
+            self.lanes[id].submit(network.load)
 
     def close(self) -> None:
         for lane in self.lanes.values():

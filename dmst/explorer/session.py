@@ -1,10 +1,8 @@
 """What the page asks about: networks and pictures, by opaque ids, in memory alone.
 
-    Session     networks m0, m1, ..., pictures e0, e1, ... (examples) and u... (uploads, at most 32, the oldest go)
-    Network     one model: loaded in the background, asked by `look` and `rates`, some answers kept
-    Picture     shown (a PNG), and what each network sees of it: its own size, normalised, as `dmst classify` prepares it
-
-Pixels of an upload are prepared for every network at once and then forgotten.
+Session     networks m0, m1, ..., pictures e0, e1, ... (examples) and u... (uploads, at most 32, the oldest go)
+Network     one model: loaded in the background, asked by `look` and `rates`, some answers kept
+Picture     the file, a PNG of it to show, and what each network sees of it: prepared as `dmst classify` does it
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
@@ -43,7 +40,6 @@ UPLOADS = 32
 SHOWN, SEEN = 512, 256  # pixels: at most, at least
 KEPT = 32  # answers of a network
 DIGIT = "seven"
-PATIENCE = 120.0  # seconds that a picture waits for networks to load
 Gates = dict[int, dict[int, float]]
 
 
@@ -66,10 +62,11 @@ class NotReadyError(DmstError):
 @dataclass
 class Picture:
     id: str
+    raw: bytes
     width: int
     height: int
     shown: bytes
-    seen: dict[str, Tensor] = field(default_factory=dict)  # by network: (1, c, h, w)
+    seen: dict[str, Tensor] = field(default_factory=dict)  # by network, where it was asked: (1, c, h, w)
 
 
 class Session:
@@ -79,7 +76,7 @@ class Session:
         names = names_of(models)
         self.networks = {f"m{i}": Network(f"m{i}", where, names[i], device) for i, where in enumerate(models)}
         self._given = {f"e{i}": each for i, each in enumerate(examples())}
-        self.examples = {id: _picture(id, decode(raw, name)) for id, (name, _, raw) in self._given.items()}
+        self.examples = {id: _picture(id, raw) for id, (_, _, raw) in self._given.items()}
         self._uploads: OrderedDict[str, Picture] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -94,16 +91,6 @@ class Session:
             ],
         }
 
-    def load(self, id: str) -> None:
-        """One network, and the examples as it sees them."""
-        network = self.networks[id]
-
-        def then() -> None:
-            for each, (name, _, raw) in self._given.items():
-                network.see(self.examples[each], decode(raw, name, grey=network.view.channels == 1))
-
-        network.load(then)
-
     def network(self, id: str) -> Network:
         if id not in self.networks:
             raise NotThereError(f"there is no network {shown(id)}: /api/start lists them.")
@@ -117,16 +104,8 @@ class Session:
         return found
 
     def add(self, raw: bytes) -> dict[str, Any]:
-        """An upload, for the networks that load within PATIENCE seconds. The others say it when they are asked."""
-        for network in self.networks.values():
-            network.ready.wait(PATIENCE)
-        networks = [network for network in self.networks.values() if network.state == "ready"]
-        pixels = decode(raw, "the picture")
-        wants_grey = any(network.view.channels == 1 for network in networks)
-        grey = decode(raw, "the picture", grey=True) if wants_grey else pixels
-        picture = _picture("u" + secrets.token_hex(16), pixels)
-        for network in networks:
-            network.see(picture, grey if network.view.channels == 1 else pixels)
+        """An upload."""
+        picture = _picture("u" + secrets.token_hex(16), raw)
         with self._lock:
             self._uploads[picture.id] = picture
             while len(self._uploads) > UPLOADS:
@@ -140,28 +119,22 @@ class Network:
     def __init__(self, id: str, where: str, name: str, device: torch.device | str) -> None:
         self.id, self.where, self.name, self.device = id, where, name, device
         self.state, self.words = "waiting", ""
-        self.ready = threading.Event()  # also when it failed
         self.model: VisionModel | None = None
         self.view: View = View(1, 3, (0.5,) * 3, (0.5,) * 3)
         self._kept: OrderedDict[Any, dict[str, Any]] = OrderedDict()
 
-    def load(self, then: Callable[[], object] = lambda: None) -> None:
+    def load(self) -> None:
         self.state = "loading"
         try:
             model = prepare.read_weights(self.where).to(self.device).eval()
             if not model.config.num_classes:
                 raise OptionError(f"{self.where} has no classifier (num_classes is 0): train one first.")
-            self.view = prepare.view_of(model)
-            self.model = model
-            then()
+            self.view, self.model = prepare.view_of(model), model
+            self.state = "ready"
         except Exception as error:
             say(f"{self.where}: {type(error).__name__}: {error}", err=True)
             self.words = f"{self.name} could not be loaded; the terminal shows the error"
             self.state = "failed"
-        else:
-            self.state = "ready"
-        finally:
-            self.ready.set()
 
     def told(self) -> dict[str, Any]:
         model = self.model if self.state == "ready" else None
@@ -181,14 +154,10 @@ class Network:
             "gates": model and _has_gates(model),
         }
 
-    def see(self, picture: Picture, pixels: np.ndarray) -> None:
-        """The pixels as the network takes them."""
-        picture.seen[self.id] = Photos([pixels], [picture.id]).seen(self.view)
-
     def seen(self, picture: Picture) -> bytes:
         """A PNG of what it takes, as `dmst analyze maps` draws it, every pixel a square."""
         self._model()
-        pixels = membership.picture(self._of(picture)[0])
+        pixels = membership.picture(self.prepared(picture)[0])
         return png(enlarge(pixels, -(-SEEN // min(pixels.shape[:2]))))
 
     def look(self, picture: Picture, asked: Any) -> dict[str, Any]:
@@ -229,11 +198,13 @@ class Network:
 
     def _image(self, picture: Picture) -> Tensor:
         weight = next(self._model().parameters())
-        return self._of(picture).to(weight.device, weight.dtype)
+        return self.prepared(picture).to(weight.device, weight.dtype)
 
-    def _of(self, picture: Picture) -> Tensor:
+    def prepared(self, picture: Picture) -> Tensor:
+        """The picture as the network takes it."""
         if self.id not in picture.seen:
-            raise NotThereError(f"the picture came before {self.name} was loaded: choose it again.")
+            pixels = decode(picture.raw, "the picture", grey=self.view.channels == 1)
+            picture.seen[self.id] = Photos([pixels], [picture.id]).seen(self.view)
         return picture.seen[self.id]
 
     def _model(self) -> VisionModel:
@@ -289,6 +260,7 @@ def _has_gates(model: VisionModel) -> bool:
     return any(form is not None and form.gate is not None for form in forms)
 
 
-def _picture(id: str, pixels: np.ndarray) -> Picture:
+def _picture(id: str, raw: bytes) -> Picture:
+    pixels = decode(raw, "the picture")
     height, width = pixels.shape[:2]
-    return Picture(id, width, height, png(pixels if max(height, width) <= SHOWN else fit(pixels, SHOWN), level=1))
+    return Picture(id, raw, width, height, png(pixels if max(height, width) <= SHOWN else fit(pixels, SHOWN), level=1))

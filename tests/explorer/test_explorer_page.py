@@ -153,9 +153,8 @@ def image(here: tuple[str, server.Site]) -> Callable[..., torch.Tensor]:
     """A picture as a network takes it."""
 
     def found(picture: str = "e1", model: str = "dmst_cifar10") -> torch.Tensor:
-        id = f"m{MODELS.index(model)}"
-        assert here[1].session.networks[id].ready.wait(60)
-        return here[1].session.picture(picture).seen[id]
+        id, site = f"m{MODELS.index(model)}", here[1]
+        return site.lanes[id].submit(site.session.networks[id].prepared, site.session.picture(picture)).result(60)
 
     return found
 

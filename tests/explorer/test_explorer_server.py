@@ -149,8 +149,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def server(folders: dict[str, Path]) -> Iterator[Server]:
     made = Server(Session(["dmst_digits", *map(str, folders.values())]))
     made.site.load()
-    for network in made.session.networks.values():
-        assert network.ready.wait(60)
+    for id in made.session.networks:
+        made.site.lanes[id].submit(int).result(60)  # after the load
     yield made
     made.close()
 
@@ -504,7 +504,7 @@ def test_what_the_command_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_network_without_a_classifier_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(create_model("dmst_digits", num_classes=0), tmp_path / "bare")
     session = Session([str(tmp_path / "bare")])
-    session.load("m0")
+    session.networks["m0"].load()
     told = session.start()["models"]
     assert told[0]["state"] == "failed"
     assert "bare could not be loaded" in told[0]["words"] and str(tmp_path) not in json.dumps(told)
