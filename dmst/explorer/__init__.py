@@ -1,6 +1,6 @@
 """`dmst explore`: a page in the browser that shows what a network computes of a picture, and what it does without a head.
 
 server.py    routes, limits               session.py   networks and pictures, what is asked of them
-view.py      a trace as JSON              keep.py      the present view as one file
-guard.py     who may ask; headers         static/      the page
+view.py      a trace as JSON              guard.py     who may ask; headers
+static/      the page
 """

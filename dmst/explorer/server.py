@@ -4,7 +4,7 @@
     GET   /api/start                networks, their state, examples
     GET   /api/images/ID            a picture, PNG                 POST  /api/images   its bytes
     GET   /api/seen/MODEL/IMAGE     as the network sees it, PNG
-    POST  /api/look  /api/rates     {"model", "image", "gates"}    POST  /api/keep     {"views": [...], "state": {...}}
+    POST  /api/look  /api/rates     {"model", "image", "gates"}
 
 No parameter is a path or a URL. One thread for each network and one for pictures: forcing a gate changes the network, and one
 picture is decoded at a time. Uvicorn refuses what comes beyond CONNECTIONS.
@@ -29,19 +29,17 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from dmst.errors import DmstError, OptionError
-from dmst.explorer import keep
 from dmst.explorer.guard import Guard, is_local
 from dmst.explorer.session import UPLOAD, Session
 
 CONNECTIONS = 64
 QUESTION = 64 * 2**10  # bytes of JSON
 KEPT = 30  # seconds for a connection that is not used
-VIEWS = 4
 BROKEN = "something went wrong; the terminal shows the error"
 
 
@@ -72,7 +70,6 @@ class Site:
                 Route("/api/images", self.upload, methods=["POST"]),
                 Route("/api/look", self.look, methods=["POST"]),
                 Route("/api/rates", self.rates, methods=["POST"]),
-                Route("/api/keep", self.keep, methods=["POST"]),
             ],
             exception_handlers={DmstError: refuse, HTTPException: nothing, ClientDisconnect: nothing, Exception: broken},
         )
@@ -111,20 +108,6 @@ class Site:
 
     async def rates(self, request: Request) -> Response:
         return JSONResponse(await self.asked(await question(request), "rates"))
-
-    async def keep(self, request: Request) -> Response:
-        told = await question(request)
-        views, state = told.get("views"), told.get("state", {})
-        if not isinstance(views, list) or not 1 <= len(views) <= VIEWS or not isinstance(state, dict):
-            raise RefusedError(422, f"views must be a list of 1 to {VIEWS} views, and state an object")
-        kept = []
-        for each in views:
-            look, rates = await self.asked(each, "look"), await self.asked(each, "rates")
-            picture = self.session.picture(each["image"])
-            seen = await self.turn("pictures", self.session.network(each["model"]).seen, picture)
-            kept.append({"look": look, "rates": rates, "picture": picture.shown, "seen": seen})
-        page = await self.turn("pictures", keep.page, self.session.start(), kept, state)
-        return HTMLResponse(page, headers={"content-disposition": 'attachment; filename="dmst-view.html"'})
 
     async def asked(self, told: Any, what: str) -> dict[str, Any]:
         if not isinstance(told, dict) or not all(isinstance(told.get(name), str) for name in ("model", "image")):

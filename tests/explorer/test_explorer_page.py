@@ -381,7 +381,7 @@ def test_a_server_that_does_not_answer_is_said_and_tried_again(look_at: Open) ->
     assert page.locator(".fault").is_hidden()
 
 
-# --- links, kept views ----------------------------------------------------------------------------------------------------
+# --- links ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.browser
@@ -409,36 +409,6 @@ def test_a_link_brings_everything_back(look_at: Open, here: tuple, watched: Open
     assert other.evaluate(told) == page.evaluate(told)
     assert (pixels(other) == pixels(page)).all()
     assert "gates=6.3" in link and "image=e3" in link
-
-
-@pytest.fixture
-def kept_file(look_at: Open, tmp_path: Path) -> tuple[Any, Path]:
-    page = look_at("model=dmst_cifar10&with=tost_cifar10&image=e1&layer=5&head=7&gates=5.7:0&patch=0.4,0.6&map=gradient")
-    with page.expect_download() as download:
-        page.locator("#keep").click()
-    path = tmp_path / "view.html"
-    download.value.save_as(path)
-    return page, path
-
-
-@pytest.mark.browser
-def test_a_kept_view_shows_the_same_numbers_offline(kept_file: tuple[Any, Path], watched: Open) -> None:
-    page, path = kept_file
-    kept = watched(path.as_uri(), offline=True)
-    settled(kept, 2)
-    words = ".said, .top5, .margin, .changed table, .readout, .see-title, .certificate, .tiles, .facts, .through-title"
-    told = f"() => [...document.querySelectorAll('{words}')].map((each) => each.textContent)"
-    assert kept.evaluate(told) == page.evaluate(told)
-    assert (pixels(kept) == pixels(page)).all()
-    assert kept.locator(".tile .switch").first.is_hidden() and kept.locator("#file").is_hidden()
-    for each in (kept, page):
-        each.get_by_role("radio", name="membership").check()
-        each.locator("#layer").fill("2")
-        each.locator("#heads input").nth(6).check()
-    assert (pixels(kept) == pixels(page)).all()
-    kept.locator("body").press("x")
-    assert kept.locator(".panel").first.get_attribute("data-gates") == "5.7:0"
-    assert re.findall(r'(?:src|href)="(?!#|data:,)', path.read_text(encoding="utf-8")) == []
 
 
 # --- looks, and hands on the keyboard -----------------------------------------------------------------------------------
@@ -499,9 +469,3 @@ def test_hostile_names_of_classes_and_networks_are_text(tmp_path: Path, watched:
             settled(page, gates="1.0:0")
             assert set(shown.all_text_contents()) == set(map(visible, ATTACKS[5 * i : 5 * i + 5]))
             assert page.locator(".top5 .class *, .name *, tbody th *, option *").count() == 0
-        with page.expect_download() as download:
-            page.locator("#keep").click()
-        download.value.save_as(tmp_path / "kept.html")
-    kept = watched((tmp_path / "kept.html").as_uri(), offline=True)
-    settled(kept)
-    assert set(kept.locator(".top5 .class").all_text_contents()) == set(map(visible, ATTACKS[5:]))

@@ -291,20 +291,6 @@ def test_seen_is_what_the_network_takes(server: Server, models: dict[str, Vision
         assert np.array_equal(shown, enlarge(membership.picture(image[0]), step))
 
 
-def test_keep_is_one_file(server: Server) -> None:
-    views = [{"model": "m0", "image": "e0", "gates": {"1": {"1": 0}}}, {"model": "m1", "image": "e0", "gates": {}}]
-    said = server.ask("POST", "/api/keep", {"views": views, "state": {"layer": 1, "words": "</script><b>\ud800"}})
-    assert said.status == 200 and said.headers["content-type"].startswith("text/html")
-    assert said.headers["content-disposition"] == 'attachment; filename="dmst-view.html"'
-    assert b"</script><b>" not in said.body
-    for bad in ([], views * 3, {}, [1], [{"model": 1}], None):
-        assert server.ask("POST", "/api/keep", {"views": bad, "state": {}}).status == 422
-    assert server.ask("POST", "/api/keep", {"views": views, "state": []}).status == 422
-    assert (
-        server.ask("POST", "/api/keep", {"views": [{"model": "m0", "image": "none", "gates": {}}], "state": {}}).status == 404
-    )
-
-
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 TRAVERSALS = ["../canary.txt", "%2e%2e/canary.txt", "..%2fcanary.txt", "..\\canary.txt", "....//canary.txt",
@@ -351,7 +337,7 @@ def test_other_pages_may_not_ask(server: Server) -> None:
 
 
 def test_a_post_says_that_it_is_ours(server: Server) -> None:
-    for path in ("/api/look", "/api/rates", "/api/images", "/api/keep"):
+    for path in ("/api/look", "/api/rates", "/api/images"):
         for header in ("", "2", "true"):
             said = server.ask("POST", path, {"model": "m0", "image": "e0", "gates": {}}, X_Dmst=header)
             assert said.status == 403 and "X-Dmst" in said.json["error"]

@@ -1,7 +1,7 @@
 /* Events: what a person does, turned into changes of the state; the panels do the rest. */
 
 import { contain } from "./draw.js";
-import { keep, keptState, live, picture, start, upload } from "./net.js";
+import { picture, start, upload } from "./net.js";
 import { Panel } from "./panel.js";
 import { fromFragment, modelOf, state, toFragment } from "./state.js";
 
@@ -80,7 +80,7 @@ let later = 0;
 
 function remember() {
   clearTimeout(later);
-  later = setTimeout(() => live && history.replaceState(null, "", toFragment()), 200);
+  later = setTimeout(() => history.replaceState(null, "", toFragment()), 200);
 }
 
 function paintModels() {
@@ -90,7 +90,7 @@ function paintModels() {
     const some = state.models.map(({ id, name }) => option(id, name));
     select.replaceChildren(...(i ? [option("", "no other"), ...some] : some));
     select.value = state.slots[i]?.model ?? "";
-    select.disabled = !live || !state.models.length;
+    select.disabled = !state.models.length;
   }
 }
 
@@ -129,7 +129,6 @@ async function show(image) {
 }
 
 async function take(file) {
-  if (!live) return;
   if (!file) return complain("That was not a picture file. Drop or paste a file from your computer. This page never fetches web addresses.");
   if (file.size > state.limit) return complain(`${file.name} has ${(file.size / 2 ** 20).toFixed(1)} MiB. The limit is ${state.limit / 2 ** 20} MiB.`);
   say(`Reading ${file.name} …`);
@@ -218,8 +217,8 @@ function pressed(event) {
     else step(key, dx + dy, key === "layer" ? $("layer").max : $("heads").children.length - 1);
   } else if (/^\d$/.test(event.key) && Number(event.key) < $("heads").children.length) changed("place", { head: Number(event.key) });
   else if (event.key === "Escape") changed("place", { patch: null });
-  else if (live && event.key === "x") (shown.find((panel) => panel.root.contains(event.target)) ?? shown[0]).toggle();
-  else if (live && event.key === "r") reset();
+  else if (event.key === "x") (shown.find((panel) => panel.root.contains(event.target)) ?? shown[0]).toggle();
+  else if (event.key === "r") reset();
 }
 
 function theme(name) {
@@ -230,24 +229,6 @@ function theme(name) {
   try {
     localStorage.setItem("dmst-theme", name);
   } catch {} // storage may be switched off
-}
-
-async function keepView() {
-  const { image, slots, layer, head, patch, strength, stretch, map, rate } = state;
-  const views = slots.flatMap(({ model, gates }) => {
-    const plain = { model, image: image.id, gates: {} };
-    return Object.keys(gates).length ? [{ model, image: image.id, gates }, plain] : [plain];
-  });
-  say("Saving the view as one file …");
-  try {
-    const file = await keep(views, { image, slots, layer, head, patch, strength, stretch, map, rate });
-    const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(file), download: "dmst-view.html" });
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-    say("Saved as dmst-view.html. It opens in any browser, without a server.");
-  } catch (error) {
-    complain(error.message);
-  }
 }
 
 async function copyLink() {
@@ -267,7 +248,6 @@ function listen() {
   $("strength").addEventListener("input", () => changed("place", { strength: $("strength").valueAsNumber }));
   $("stretch").addEventListener("change", () => changed("place", { stretch: $("stretch").checked }));
   $("reset").addEventListener("click", reset);
-  $("keep").addEventListener("click", keepView);
   $("link").addEventListener("click", copyLink);
   $("theme").addEventListener("click", () => theme({ system: "light", light: "dark", dark: "system" }[state.theme]));
   $("help-button").addEventListener("click", () => $("help").showModal());
@@ -284,18 +264,17 @@ function listen() {
     event.preventDefault();
     $("panels").focus();
   });
-  addEventListener("hashchange", () => live && restore(location.hash).catch((error) => complain(error.message)));
+  addEventListener("hashchange", () => restore(location.hash).catch((error) => complain(error.message)));
 }
 
 /* ---- beginning ---- */
 
 async function restore(fragment) {
-  const { image: asked, missing } = keptState ? { image: keptState.image.id } : fromFragment(fragment);
+  const { image: asked, missing } = fromFragment(fragment);
   paintModels();
   if (state.slots.length) arrange();
   if (missing) complain(`The link is about ${missing}, which is not loaded here. Start dmst explore with --model ${missing}. The page shows another network, with no changes.`);
   const drawn = state.examples.find(({ id }) => id === asked);
-  if (keptState) return show(keptState.image);
   if (drawn || !asked) return (drawn ?? state.examples[0]) && show(drawn ?? state.examples[0]);
   return show({ id: asked, name: "your picture" }).catch(() => {
     complain("The picture of this link is no longer in memory, because pictures are never saved to disk. Choose it again. The page shows an example.");
@@ -309,17 +288,13 @@ async function begin() {
     chosen = localStorage.getItem("dmst-theme") ?? "system";
   } catch {} // storage may be switched off
   theme(["light", "dark"].includes(chosen) ? chosen : "system");
-  document.body.classList.toggle("kept", !live);
   listen();
-  if (live) listenForPictures();
-  say(live ? "Asking the server …" : "");
+  listenForPictures();
+  say("Asking the server …");
   const { models, examples, upload_limit: limit, version } = await start();
-  Object.assign(state, { models, examples, limit }, keptState);
+  Object.assign(state, { models, examples, limit });
   say("");
-  $("about").textContent = live
-    ? `dmst ${version}. The networks run on this computer. Nothing leaves it.`
-    : `A view saved from dmst explore, dmst ${version}. You can look through its layers, heads and patches. Switching heads needs the network: run dmst explore.`;
-  if (!live) $("lead").textContent = "A saved view. Look through its layers, heads and patches. This file holds no network.";
+  $("about").textContent = `dmst ${version}. The networks run on this computer. Nothing leaves it.`;
   if (!models.length) return complain("The server has no network.");
   const shown = restore(location.hash);
   await Promise.all([shown, ...examples.map(example)]);

@@ -1,8 +1,5 @@
 /* Requests to the server that gave this page, and to nobody else. A failed one throws its words for a person. */
 
-export const live = true;
-export const keptState = null;
-
 export class Fault extends Error {
   constructor(words, status = 0, loading = false) {
     super(words && words[0].toUpperCase() + words.slice(1));
@@ -59,4 +56,3 @@ export const picture = (image) => bitmap(`/api/images/${encodeURIComponent(image
 export const seen = (model, image, signal) => bitmap(`/api/seen/${encodeURIComponent(model)}/${encodeURIComponent(image)}`, signal);
 export const look = (model, image, gates, signal) => json("/api/look", { body: asked(model, image, gates), signal });
 export const rates = (model, image, gates, signal) => json("/api/rates", { body: asked(model, image, gates), signal });
-export const keep = async (views, state) => (await ask("/api/keep", { body: { views, state } })).blob();

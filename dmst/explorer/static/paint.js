@@ -2,7 +2,6 @@
 
 import { curves, dots } from "./charts.js";
 import { overlay } from "./draw.js";
-import { live } from "./net.js";
 import { forced, modelOf, state, writeGates } from "./state.js";
 
 const RATES = {
@@ -211,7 +210,7 @@ export class Painted {
     const label = make("span", "label");
     label.append(make("span", "number", `head ${k}`), make("span", "words"));
     pick.append(make("canvas", ""), gate, label);
-    const toggle = Object.assign(make("button", "switch live"), { type: "button" });
+    const toggle = Object.assign(make("button", "switch"), { type: "button" });
     toggle.setAttribute("role", "switch");
     pick.addEventListener("click", () => this.changed("place", { head: k, layer: this.layer }));
     toggle.addEventListener("click", () => this.toggle(this.layer, k));
@@ -288,9 +287,7 @@ export class Painted {
     const nothing = now === before;
     table.hidden = nothing;
     if (nothing) {
-      this.$(".changed-words").textContent = live
-        ? "Nothing yet. Switch heads off, and this part says what the answer loses."
-        : "Nothing: no head was switched.";
+      this.$(".changed-words").textContent = "Nothing yet. Switch heads off, and this part says what the answer loses.";
       return;
     }
     const names = new Map([...before.top, ...now.top].map((each) => [each.index, each.class]));

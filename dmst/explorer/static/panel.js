@@ -1,7 +1,7 @@
 /* One network's panel: it asks for what the state wants, keeps what it got, and turns clicks into changes of the state. */
 
 import { greyed, ramp } from "./draw.js";
-import { live, look, rates, seen, start } from "./net.js";
+import { look, rates, seen, start } from "./net.js";
 import { Painted } from "./paint.js";
 import { forced, modelOf, setGate, state } from "./state.js";
 
@@ -113,7 +113,7 @@ export class Panel extends Painted {
 
   /* The picture as the other networks see it, while there is time: one of them may be wanted next. */
   prepare(image) {
-    const others = state.models.filter((each) => live && each.state === "ready").slice(0, 4);
+    const others = state.models.filter((each) => each.state === "ready").slice(0, 4);
     for (const { id } of others) once(`seen ${id} ${image}`, () => seen(id, image));
   }
 
