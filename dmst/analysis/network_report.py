@@ -2,6 +2,7 @@
 
     write_network_report    `dmst report`: all of it, computed from the weights on the images that are named
     write_run_report        `dmst train`: from the journal, with some of the images that were evaluated
+    write_rate_page         `dmst analyze rates --page`: the rates of several networks on the same images
 
 Images without labels say nothing about accuracy: then what was measured before, as of weights that ship, stands in its place.
 """
@@ -20,12 +21,11 @@ from torch import Tensor
 from dmst.analysis import report
 from dmst.analysis.answers import Answers, answers, counted
 from dmst.analysis.certificates import certify
-from dmst.analysis.charts import Line
-from dmst.analysis.membership import gate_by_class
-from dmst.analysis.pictures import class_name, maps_of, photos
-from dmst.analysis.rate_page import WHERE, rate_line
-from dmst.analysis.rates import LayerRates, rates_at
-from dmst.analysis.run_journal import WEIGHTS, Run, layer_curves, learning_curves, when
+from dmst.analysis.charts import Line, evenly
+from dmst.analysis.membership import Pixels, colour, fit, gate_by_class, maps
+from dmst.analysis.rates import PLACES, QUANTITIES, LayerRates, rates_at
+from dmst.analysis.run_journal import WEIGHTS, Run, learning_curves, when
+from dmst.analysis.running import only_looking
 from dmst.calibration import Measured
 from dmst.models import VisionModel
 from dmst.words import short
@@ -33,6 +33,11 @@ from dmst.words import short
 MOST_CLASSES = 40  # in a table
 MOST_PAIRS = 20  # that are confused
 SHOWN = 8  # surest answers, right and wrong
+LETTERS = 26  # of a name
+MOST_LAYERS = 12  # across the page
+MOST_CELLS = 400_000  # of all maps together: a cell costs up to four bytes of the page
+PHOTO = 144  # pixels of an image on the page, the longer side
+WHERE = PLACES | {"input": "before the operator"}  # where rates are measured
 Batches = Iterable[tuple[Tensor, Tensor | None]]  # may be gone through several times
 
 
@@ -56,7 +61,7 @@ def write_network_report(
     `compared`: a table and curves of several networks (demo.py). Without `in_full`, the images serve for pictures alone.
     """
     classes = model.class_names or tuple(f"class {i}" for i in range(model.num_classes))
-    page: dict[str, Any] = dict.fromkeys(("rates", "gates", "pictures", "answers", "layers"))
+    page: dict[str, Any] = dict.fromkeys(("rates", "gates", "pictures", "answers"))
     page |= {"title": short(title, 80), "model": model, "classes": classes, "images": name, "titles": titles, "run": run}
     page["compared"] = compared
     found = answers(model, images, tick) if images else None
@@ -74,8 +79,6 @@ def write_network_report(
     page |= {"measured": measured, "by_class": _by_class(right, run.classes if run and measured is None else classes)}
     if run:
         page |= {"weights_of": WEIGHTS, "learning": learning_curves(run), "timedelta": timedelta, "when": when}
-        if layers := run.layers():
-            page |= {"layers": layers[-1]["layers"], "layer_lines": layer_curves(layers)}
     return report.write(path, "network.html", **page, parameters=sum(p.numel() for p in model.parameters()))
 
 
@@ -87,6 +90,34 @@ def write_run_report(
     batches = [] if sample is None else list(zip(*(each.split(64) for each in sample), strict=True))
     title = f"{run.facts.get('model', model.config.name)} on {run.name if run.evaluated == 'holdout' else run.data}"
     return write_network_report(path, model, batches, run.seen, title=title, run=run, in_full=False)
+
+
+def write_rate_page(path: str | Path, found: Mapping[str, Mapping[str, LayerRates]], images: str) -> Path:
+    """Curves of several networks. `found`: network -> place -> rates; `images`: those that all of them looked at."""
+    lines = {
+        quantity: {
+            at: [
+                rate_line(name, rates[at], quantity, f"c{i % 4 + 1}", dashed=i > 3)
+                for i, (name, rates) in enumerate(found.items())
+            ]
+            for at in WHERE
+        }
+        for quantity in QUANTITIES
+    }
+    first = next(iter(found.values()))["input"]
+    return report.write(
+        path,
+        "rates.html",
+        title="Rates of the layers",
+        networks=list(found),
+        images=images,
+        lines=lines,
+        places=WHERE,
+        convention=first.convention.rpartition(", ")[0],
+    )
+
+
+# --- numbers -----------------------------------------------------------------------------------------------------------
 
 
 def _by_class(right: Sequence[tuple[int, int]], classes: Sequence[str]) -> dict[str, Any] | None:
@@ -117,6 +148,15 @@ def _calibration(measured: Measured) -> dict[str, Any]:
     return {"lines": [line, ideal], "rows": [(f"{b.sure:.1%}", f"{b.right:.1%}", f"{b.share:.1%}") for b in bins]}
 
 
+def rate_line(
+    name: str, rates: LayerRates, quantity: str, colour: str = "c1", *, band: bool = True, dashed: bool = False
+) -> Line:
+    """One quantity by layer: the mean over images, in a band of one standard deviation."""
+    mean, std = rates.mean[quantity], rates.std[quantity]
+    low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
+    return Line(name, range(len(mean)), mean, low if band else None, high if band else None, colour, dashed)
+
+
 def _rate_lines(rates: Mapping[str, LayerRates]) -> dict[str, list[Line]]:
     """For each rate a line for each place; the coding rate where the operator has no other."""
     names = [name for name in ("variational", "complete") if any(map(math.isfinite, rates["input"].mean[name]))]
@@ -139,6 +179,9 @@ def _gates(found: Answers, classes: Sequence[str]) -> dict[str, Any] | None:
         "high": max(max(each.nan_to_num().max().item() for each in use), 1e-9),
         "on": ", ".join(f"{(gate != 0).double().sum(-1).mean():.1f} in layer {i}" for i, gate in layers),
     }
+
+
+# --- images and their maps ---------------------------------------------------------------------------------------------
 
 
 def _gallery(
@@ -173,3 +216,56 @@ def pick(images: Batches, chosen: Sequence[int]) -> Tensor:
                 kept[start + i] = some[i]
         start += len(some)
     return torch.stack([kept[i] for i in chosen])
+
+
+def class_name(classes: Sequence[str], label: int) -> str:
+    return short(classes[label], LETTERS) if label < len(classes) else f"class {label}"
+
+
+def photos(
+    model: VisionModel, images: Tensor, names: Sequence[str], answers: Sequence[str], sure: Sequence[float], kind: str = "label"
+) -> list[dict[str, Any]]:
+    """Each image with its name and its answer; `kind` says what its name is: "label", or "" for a title of its own."""
+    found = []
+    for image, name, answer, share in zip(images, names, answers, sure, strict=True):
+        pixels = pixels_of(model, image)
+        pixels = fit(pixels, PHOTO) if max(pixels.shape) > PHOTO else pixels
+        found.append({"pixels": pixels, "name": short(name, LETTERS), "kind": kind, "answer": answer, "sure": share})
+    return found
+
+
+def maps_of(model: VisionModel, images: Tensor) -> dict[str, Any] | None:
+    """The maps of the first images, as many as a page has room for; None where the operator computes no memberships.
+
+    rows has for each image a (head, tiles) for each head, with a tile for each layer. A silent head has gate 0; where operators
+    have no gates it is None. low and high are the ends of the colours: 0 and 1, or least and greatest where all are close.
+    """
+    with only_looking(model):
+        first = model.blocks[0].trace(*model.embed(images[:1])).parts  # type: ignore[operator]
+        if first.membership is None:
+            return None
+        layers = evenly(range(len(model.blocks)), MOST_LAYERS)
+        room = MOST_CELLS // (len(layers) * first.membership[0].numel())
+        trace = model.trace(images[: max(1, room)])
+    drawn = torch.stack([maps(trace, layer) for layer in layers], 2)  # (b, k, layers, rows, columns)
+    low, high = drawn.min().item(), drawn.max().item()
+    if high - low > 0.5:
+        low, high = 0.0, 1.0
+
+    def tile(i: int, k: int, place: int) -> dict[str, Any]:
+        values, gate = drawn[i, k, place], trace.layers[layers[place]].parts.gate
+        alt = f"head {k} of layer {layers[place]}: {values.min():.2g} to {values.max():.2g}"
+        return {"pixels": colour(values, low, high), "alt": alt, "gate": None if gate is None else gate[i, k].item()}
+
+    count, heads, columns = drawn.shape[:3]
+    rows = [[(f"head {k}", [tile(i, k, place) for place in range(columns)]) for k in range(heads)] for i in range(count)]
+    gated = first.gate is not None
+    return {"layers": layers, "rows": rows, "low": low, "high": high, "gated": gated, "depth": len(model.blocks)}
+
+
+def pixels_of(model: VisionModel, normalised: Tensor) -> Pixels:
+    """An image (c, h, w), normalised for the model, as pixels (h, w, 3); grey where it has one channel."""
+    mean, std = (torch.tensor(model.pretrained_cfg[name], dtype=torch.float64).view(-1, 1, 1) for name in ("mean", "std"))
+    values = (normalised.detach().double().cpu() * std + mean).nan_to_num().clamp(0, 1)
+    values = values[:3] if len(values) >= 3 else values[:1].expand(3, -1, -1)
+    return (values * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()

@@ -61,11 +61,6 @@ class Run:
         seconds = sum(b["time"] - a["time"] for a, b in pairs)
         return seconds / sum(b["step"] - a["step"] for a, b in pairs) if seconds > 0 else math.nan
 
-    def layers(self) -> list[Event]:
-        """Evaluations that tell about the layers (probes.py), all in the way of the last one."""
-        found = [event for event in self.evaluations if (event.get("layers") or {}).get("coding")]
-        return [event for event in found if event["layers"].keys() == found[-1]["layers"].keys()]
-
 
 def learning_curves(run: Run) -> dict[str, list[Line]]:
     shown = evenly(run.evaluations, MOST_POINTS)
@@ -79,16 +74,6 @@ def learning_curves(run: Run) -> dict[str, list[Line]]:
     rates = binned(run.steps, "lr", "schedule")
     rates = rates._replace(ys=[1000 * y for y in rates.ys], low=None, high=None)
     return {"loss": losses, "accuracy": accuracies, "rate": [rates], "norm": [binned(run.steps, "norm", "all parameters")]}
-
-
-def layer_curves(found: Sequence[Event]) -> dict[str, list[Line]]:
-    """What the layers did, by layer, at a few evaluations."""
-    curves: dict[str, list[Line]] = {}
-    for i, event in enumerate(evenly(found, 4), 1):
-        for name in event["layers"].keys() & {"variational", "coding", "active"}:
-            values = list(map(number, event["layers"][name]))
-            curves.setdefault(name, []).append(Line(f"epoch {event['epoch']}", range(len(values)), values, colour=f"c{i}"))
-    return curves
 
 
 # --- numbers and words -----------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def rates(
     The rate is the number of nats needed to encode the tokens of an image, in the subspaces of the layer. One network has a
     table for each place. Several networks, on the same images, have one table each: before the operator.
     """
-    from dmst.analysis.rate_page import WHERE, write_page
+    from dmst.analysis.network_report import WHERE, write_rate_page
     from dmst.analysis.rates import rates_at
     from dmst.analysis.running import plain
     from dmst.errors import OptionError
@@ -180,7 +180,7 @@ def rates(
         say(f"{found[names[0]]['input'].convention.rpartition(', ')[0]}.")
         say(*(mine["input"].missing for mine in found.values() if mine["input"].missing))
     if page:
-        say(write_page(page, found, first.name), err=as_json)
+        say(write_rate_page(page, found, first.name), err=as_json)
 
 
 def _cells(rates: LayerRates) -> Iterator[list[str]]:

@@ -14,12 +14,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from dmst import cli, create_model
-from dmst.analysis import pictures
+from dmst.analysis import network_report
 from dmst.analysis.answers import answers, counted
 from dmst.analysis.charts import evenly
-from dmst.analysis.network_report import pick, write_network_report, write_run_report
-from dmst.analysis.pictures import maps_of, pixels_of
-from dmst.analysis.probes import layers
+from dmst.analysis.network_report import maps_of, pick, pixels_of, write_network_report, write_run_report
 from dmst.analysis.run_journal import Run, binned
 from dmst.engine.prepare import read_weights
 from dmst.engine.recipe import read_recipe
@@ -90,7 +88,7 @@ def test_what_came_of_it(tmp_path: Path) -> None:
     assert "Mean over the classes: 70.00%." in text
     assert cells.index("name 0</td><td>0.0%") < cells.index("name 4</td><td>80.0%") < cells.index("name 5</td><td>100.0%")
     assert text.count("evaluation, the averaged weights, epoch") == 4  # two points in two charts
-    assert "Layers during training" not in text and "Notes" not in text
+    assert "Notes" not in text
     events = told()
     events[-1]["final"] = "model"
     assert "<b>80.00%</b><span>accuracy (top-1) of the last weights on digits test<" in page(tmp_path, events)
@@ -150,31 +148,13 @@ def test_nothing_evaluated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dmst_digits", "tost_digits", "vit_digits", "dmst_cifar"])
 def test_every_family(tmp_path: Path, name: str) -> None:
-    """Grey and colour; no map, rate or gate where the operator computes none."""
-    network, events = small(name).train(), told()
-    some = sample(12, network)
-    for event in events:
-        if event["event"] == "evaluation":
-            event["layers"] = layers(network, some[0])
-    text = page(tmp_path, events, network, some)
+    """Grey and colour; no map or gate where the operator computes none."""
+    network = small(name).train()
+    text = page(tmp_path, told(), network, sample(12, network))
     family = name.partition("_")[0]
-    assert ("The <b>membership</b>" in text) is ("variational rate (nats)" in text) is (family in ("dmst", "tost"))
-    assert ("computes no memberships" in text) is (family == "vit")
-    assert ("At the last evaluation" in text) is ("heads that are on" in text) is (family == "dmst")
-    assert "coding rate (nats)" in text and network.training
-
-
-def test_layers_over_time(tmp_path: Path) -> None:
-    events = told()
-    first, last = (event for event in events if event["event"] == "evaluation")
-    base = {"images": 7, "eps": 0.1, "heads": [3, 3], "coding": [9.0, 8.0], "variational": [5.0, None]}
-    first["layers"] = base | {"active": [3.0, 1.0], "never": [[], []]}
-    last["layers"] = base | {"active": [2.5, 1.5], "never": [[0, 2], [1]]}
-    text = " ".join(page(tmp_path, events).split())
-    assert "3 of the 6 heads were off for all images: head 0, 2 of layer 0; head 1 of layer 1." in text
-    assert "7 images of digits test" in text
-    assert "epoch 1, layer 1: 1.00" in text and "epoch 2, layer 0: 2.50" in text
-    assert "epoch 2, layer 0: 5.00" in text and "epoch 2, layer 1: 5" not in text
+    assert ("The <b>membership</b>" in text) is (family in ("dmst", "tost"))
+    assert ("head's <b>gate</b>" in text) is (family == "dmst")
+    assert network.training
 
 
 def test_large_images_and_many_layers_keep_the_page_small(tmp_path: Path) -> None:
@@ -212,7 +192,7 @@ def test_maps_are_those_of_their_image(monkeypatch: pytest.MonkeyPatch) -> None:
         for parameter in network.parameters():
             parameter.add_(0.5 * torch.randn_like(parameter))
         trace = network.trace(images)
-    monkeypatch.setattr(pictures, "colour", lambda values, low, high: values)
+    monkeypatch.setattr(network_report, "colour", lambda values, low, high: values)
     found = maps_of(network, images)
     assert found is not None and found["layers"] == [0, 1] and found["gated"] and len(found["rows"]) == 5
     for i, heads in enumerate(found["rows"]):
