@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dmst.data.formats import SPLITS, Asked, arrays, folders, huggingface, lists, reading, shards
-from dmst.data.sets import ImageSet, complete
+from dmst.data.sets import ImageSet
 from dmst.errors import BadFileError, OptionError, choose, unknown_name
 
 VARIABLE = "DMST_DATA"
@@ -237,7 +237,7 @@ def open_set(name_or_folder: str | Path, split: str, *, data_dir: str | Path | N
     name, told = str(name_or_folder), data_dir if data_dir is not None else os.environ.get(VARIABLE)
     data_folder = Path(told) if told else None
     if name not in CATALOG:
-        return complete(_open_folder(name, split, data_folder))
+        return _open_folder(name, split, data_folder)
     entry = CATALOG[name]
     choose(f"split of {name}", split, entry.counts)
     place = _place(name, split, data_folder) if entry.places else Path()
@@ -250,7 +250,7 @@ def open_set(name_or_folder: str | Path, split: str, *, data_dir: str | Path | N
         )
     if len(found) != entry.counts[split]:
         found.variant = f"{len(found):,} of {entry.counts[split]:,} images"
-    return complete(found)
+    return found
 
 
 def located(entry: Entry, split: str, folder: Path) -> Path | None:

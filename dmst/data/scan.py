@@ -41,15 +41,14 @@ def scan_all(
     caches: Mapping[str, Path | None],
     workers: int = 0,
     on_bad: str = "fail",
-    tick: Callable[[int, int], None] | None = None,
     write: Callable[[Path, str], Any] = atomic.write_text,
 ) -> dict[str, Scanned]:
-    """What is found in every set; `tick` is told how many of how many images have been looked at, `write` keeps a cache."""
+    """What is found in every set; `write` keeps a cache."""
     choose("on_bad", on_bad, ("fail", "skip"))
     found: dict[str, Scanned] = {}
     refused: list[BadImageError] = []
     for name, image_set in sets.items():
-        scanned, text = look(image_set, caches[name], workers, tick)
+        scanned, text = look(image_set, caches[name], workers)
         most = min(max(1, len(image_set) // SHARE), len(image_set) - 1)
         if len(scanned.bad) > (most if on_bad == "skip" else 0):
             refused.append(_refusal(image_set, scanned.bad, on_bad, most))
@@ -63,9 +62,7 @@ def scan_all(
     return found
 
 
-def look(
-    image_set: ImageSet, cache: Path | None, workers: int = 0, tick: Callable[[int, int], None] | None = None
-) -> tuple[Scanned, str]:
+def look(image_set: ImageSet, cache: Path | None, workers: int = 0) -> tuple[Scanned, str]:
     """What the cache says of the set if its files are as they were, else what is found now, and the text of a new cache."""
     if image_set.pixels() is not None:  # decoded long ago
         return Scanned({}), ""
@@ -73,19 +70,18 @@ def look(
     known = _known(cache, key) if cache else None
     if known is not None:
         return known, ""
-    scanned = _look(image_set, workers, tick or (lambda done, total: None))
+    scanned = _look(image_set, workers)
     held = {"key": key, "set": str(image_set), "bad": scanned.bad, "content": scanned.content}
     return scanned, json.dumps(held, indent=1) + "\n"
 
 
-def _look(image_set: ImageSet, workers: int, tick: Callable[[int, int], None]) -> Scanned:
+def _look(image_set: ImageSet, workers: int) -> Scanned:
     bad: Bad = {}
     total, marks = len(image_set), []
     stretches = [range(start, min(start + STRETCH, total)) for start in range(0, total, STRETCH)]
     for stretch, found in zip(stretches, through_workers(_Looks(image_set), stretches, workers, list), strict=True):
         bad.update((index, reason) for index, (_, reason) in zip(stretch, found, strict=True) if reason)
         marks.append(b"".join(mark for mark, _ in found))
-        tick(stretch.stop, total)
     return Scanned(bad, digest(*marks))
 
 

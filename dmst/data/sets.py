@@ -4,7 +4,7 @@
     FileSet     one file per image, of any size         class folders, Pets, Food-101, ImageNet
     subset      some of the images of a set, a view     split_off holds out a share of every class
 
-A set is checked when it is made: it holds images, and every label names a class. `complete` also asks for every class.
+A set is checked when it is made: it holds images, and every label names a class.
 """
 
 from __future__ import annotations
@@ -236,18 +236,6 @@ def split_off(image_set: ImageSet, share: float, seed: int = 0) -> tuple[ImageSe
     percent = f"{100 * share:.3g} %"
     rest = subset(image_set, np.flatnonzero(~out), f"{said}without the {percent} held out")
     return rest, subset(image_set, np.flatnonzero(out), f"{said}{percent} held out", split="")
-
-
-def complete(image_set: ImageSet) -> ImageSet:
-    """The set, if every class has an image in it."""
-    missing = [image_set.classes[k] for k in np.setdiff1d(np.arange(len(image_set.classes)), image_set.labels)]
-    if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise BadFileError(
-            f"{image_set} has no image of {', '.join(map(short, missing[:5]))}{more}: a split needs every one of its "
-            f"{len(image_set.classes)} classes."
-        )
-    return image_set
 
 
 def digest(*parts: str | bytes | np.ndarray) -> str:
