@@ -48,7 +48,7 @@ class State:
     step: int
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)  # "model", "ema", "optim" -> by name
     best: dict[str, Any] = field(default_factory=dict)  # the best evaluation so far: step, epoch, top1, of
-    epoch_sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # loss, right, images of the epoch so far
+    epoch_sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # loss, right, images since the last evaluation
     scaler: list[Any] = field(default_factory=list)  # of fp16: scale, good steps, skipped steps
     processes: int = 1
     # what the bits depend on beside the recipe
@@ -235,7 +235,7 @@ class RunFolder:
         return self.checkpoints / f"step_{step:08d}"
 
     def _sweep(self) -> None:
-        """Put back what only stepped aside; then remove what was cut off."""
+        """Put back a checkpoint that was renamed to make room for a new one that never came; then remove what was cut off."""
         for path in sorted(self.checkpoints.iterdir()):
             if found := CUT_OFF.fullmatch(path.name):
                 place = path.with_name(found["step"])
@@ -276,4 +276,5 @@ def _let_go() -> None:
         folder.__exit__()
 
 
-os.register_at_fork(after_in_child=_let_go)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_let_go)

@@ -14,7 +14,7 @@ EVERY = 10.0  # seconds between plain lines
 
 
 class Quiet:
-    """Nothing; and the shape of the others."""
+    """Prints nothing; the base class of the others."""
 
     def say(self, text: str) -> None:
         """A line."""

@@ -30,7 +30,7 @@ class Group:
     device: torch.device
     rank: int = 0
     world: int = 1
-    patient: dist.ProcessGroup | None = None  # the same processes, by another way that knows no timeout
+    patient: dist.ProcessGroup | None = None  # a gloo group of the same processes, with a timeout of 7 days
 
     @property
     def main(self) -> bool:

@@ -81,9 +81,9 @@ class Optimizer:
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon steps it: a matrix of a block, and no thin one; never the weights of scores, a row a head.
+    """Whether Muon steps it: a matrix of a block, and no thin one; never `assign.weight`, which has one row per head.
 
-    Muon gives all rows of a matrix one size, and large scores let sparsemax leave one head in eight open.
+    Muon makes its scores large, and then sparsemax keeps only one of eight heads.
     """
     inside = name.startswith(("blocks.", "class_blocks.")) and not name.endswith(".assign.weight")
     return inside and parameter.ndim == 2 and min(parameter.shape) >= 8

@@ -24,7 +24,7 @@ from dmst.engine.distributed import Group
 from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
 from dmst.models import ModelConfig, VisionModel, load_model, model_config, shipped
-from dmst.models.preprocessing import normalise
+from dmst.models.preprocessing import set_mean_std
 from dmst.models.zoo import FREE, take_over
 from dmst.operators.orthonormal import retract
 
@@ -40,7 +40,7 @@ class Sets:
     eval: ImageSet | None
     bad_train: frozenset[int] = frozenset()
     bad_eval: frozenset[int] = frozenset()
-    train_content: str = ""  # a hash of the files; none where they were not looked at, or where the fingerprint is that
+    train_content: str = ""  # a hash of the files; empty if they were not scanned, or if the fingerprint covers them
     eval_content: str = ""
 
     @property
@@ -153,7 +153,7 @@ def evaluated_by(run: str | Path | None, data_dir: str | Path | None = None) -> 
 
 
 def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> VisionModel:
-    """The network, from `init_from` if the recipe says so, else from its seed. One of grey images takes colour ones too."""
+    """The network, from `init_from` if the recipe says so, else from its seed. Colour data make a grey network a colour one."""
     config = recipe.model_config(num_classes=len(classes))
     if channels > config.in_chans and not recipe.model.init_from:  # what weights take is refused by the stream of images
         config = config.change(in_chans=channels)
@@ -163,9 +163,8 @@ def build_model(recipe: Recipe, classes: Sequence[str], channels: int = 1) -> Vi
     if recipe.model.init_from:
         source = read_weights(recipe.model.init_from)
         take_over(model, source, recipe.model.init_from)
-        normalise(model.pretrained_cfg, source.pretrained_cfg["mean"], source.pretrained_cfg["std"])
     elif recipe.data.name in catalog.CATALOG:
-        normalise(model.pretrained_cfg, *catalog.CATALOG[recipe.data.name].statistics)
+        set_mean_std(model.pretrained_cfg, *catalog.CATALOG[recipe.data.name].statistics)
     return model
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -318,7 +319,9 @@ def _override(tables: dict[str, dict[str, Any]], override: str) -> None:
         kind = str(rule.type)
         if option and not kind.startswith("dict"):
             raise OptionError(f"{name}.{key} is no table and has no {option!r}.")
-        bare = text.isidentifier() and text not in ("true", "false") if option else kind == "str" and text[:1] not in ("'", '"')
+        bare = bool(re.fullmatch(r"[^\W\d_][\w-]*|\dd", text)) and text not in ("true", "false", "inf", "nan")  # equation, 2d
+        if not option:
+            bare = kind == "str" and text[:1] not in ("'", '"')
         value = text if bare else _parse_value(text)
         value = tables[name].get(key, {}) | {option: value} if option else value
         tables[name][key] = check(rule, value, f"{name}.{key}")
@@ -383,5 +386,7 @@ def _is_required(rule: Field[Any]) -> bool:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML writes it; JSON's way is one of TOML's."""
+    """A value as TOML writes it; for what TOML has, JSON's way is one of TOML's."""
+    if value is None:
+        raise OptionError("None cannot be written to a recipe: TOML has no word for it. Leave the key out.")
     return json.dumps(value, ensure_ascii=False)

@@ -55,13 +55,18 @@ class Sample:
         for batch in self.stream:
             yield batch.images.to(self.dtype), batch.labels if self.labelled else None
 
+    def _mask(self, index: int) -> Tensor:
+        mask = self.stream.image_set.masks(index)
+        assert mask is not None  # a dataset has masks of all images, or of none
+        return mask_in_view(mask, self.stream.view)
+
     def masked(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(images (b, c, size, size), masks (b, size, size) uint8)."""
         if not self.has_masks:
             raise OptionError(f"{self.name}: there are no masks. Oxford-IIIT Pets has some: --data pets.")
         for batch in self.stream:
-            masks = [self.stream.image_set.masks(i) for i in batch.index.tolist()]
-            yield batch.images, torch.stack([mask_in_view(mask, self.stream.view) for mask in masks if mask is not None])
+            masks = [self._mask(i) for i in batch.index.tolist()]
+            yield batch.images.to(self.dtype), torch.stack(masks)
 
 
 def sample(

@@ -150,12 +150,12 @@ class _Run:
     stop_rule: StopRule | None
     step: int = 0  # steps that are done
     best: dict[str, Any] = field(default_factory=dict)
-    epoch_sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # loss, right, images of the epoch so far
+    epoch_sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # loss, right, images since the last evaluation
     scores: dict[str, Score] = field(default_factory=dict)  # of the last evaluation: "model", "ema"
     changed: list[str] = field(default_factory=list)  # since the start before, in words
     ended: bool = False  # an earlier start came to the end
     reason: str = ""  # why the stop rule ends the run, the same on all processes
-    tried: int = -1  # the step that was to be saved last, the same on all processes
+    tried: int = -1  # the step of the last attempt to save, also a failed one; the same on all processes
 
     signals: StopSignals = field(init=False)
 
@@ -186,7 +186,7 @@ class _Run:
             raise OptionError(f"the processes find different images in {recipe.data.name}: every machine needs the same ones.")
         with group.together("building the network"):
             model = prepare.build_model(recipe, self.sets.train.classes, self.sets.channels).to(group.device, dtype)
-        with group.together("preparing to train"):  # in which processes wait for each other: for none that has failed
+        with group.together("preparing to train"):  # if one process fails here, the others must not wait for it
             self.train_step = TrainStep(model, recipe, group)
             self.stream = prepare.train_stream(model, recipe, self.sets, group, workers)
             self.steps = recipe.schedule.epochs * self.stream.steps_per_epoch
@@ -398,9 +398,10 @@ class _Run:
             if not self.best or top1 > self.best["top1"]:
                 self.best = {"step": self.step, "epoch": epoch, "top1": top1, "of": self.recipe.data.evaluated}
             values["best"] = self.best
-            if self.group.main and self.probes:
-                images, _ = self._sample(64)
-                values |= {name: probe(self._models()[choice].eval(), images) for name, probe in self.probes.items()}
+            with self.group.together("measuring the layers"):
+                if self.group.main and self.probes:
+                    images, _ = self._sample(64)
+                    values |= {name: probe(self._models()[choice].eval(), images) for name, probe in self.probes.items()}
             of = " (running mean of the weights)" if choice == "ema" else ""
             self.watch.say(f"epoch {epoch}: loss {values['train_loss']:.4f}, top-1 {top1:.2%} on {self.sets.eval}{of}")
         self.log.write("evaluation", self.step, **values)
@@ -449,7 +450,8 @@ class _Run:
         self.tried = self.step
 
     def _prune(self) -> None:
-        self.folder.prune(self.recipe.run.keep, [self.best["step"]] if self.best else [])
+        """The best stays, and the step just saved: damaged checkpoints may be newer."""
+        self.folder.prune(self.recipe.run.keep, [self.step, *([self.best["step"]] if self.best else [])])
 
     def _stopped(self) -> Stopped:
         received = self.signals.received

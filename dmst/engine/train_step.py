@@ -68,13 +68,13 @@ class TrainStep:
             self.net = _averaged(self.net, group.device)
         self.parameters = list(self.optimizer.names)
         self.scale, self.good, self.skipped = (2.0**16 if run.amp == "fp16" else 1.0), 0, 0
-        self._keeps(True)  # by `_apply`
+        self._keeps(True)  # `_apply` orthonormalises after each step, so the layers need not
         self._sums = torch.zeros(3, dtype=torch.float64, device=group.device)  # loss, right; norm
         # what the forward pass itself moves
         self._statistics = [x for module in model.modules() if isinstance(module, nn.BatchNorm2d) for x in module.buffers()]
 
     def leave(self) -> None:
-        """The model is its owner's again: nobody retracts after its steps from here on."""
+        """Training is over: the orthonormal layers look after their matrices themselves again."""
         self._keeps(False)
 
     def _keeps(self, kept: bool) -> None:
@@ -103,7 +103,8 @@ class TrainStep:
             if not good and (self.recipe.run.amp != "fp16" or not math.isfinite(loss) or self.skipped == MOST_SKIPS):
                 raise NonFiniteError(
                     f"step {step}: {self._first_bad(loss)}. Nothing was applied. Mostly the learning rate is too high "
-                    f"(--set optim.lr={self.recipe.optim.lr / 3:.1g}), or gradients need a limit (optim.clip_grad=1)."
+                    f"(--set optim.lr={self.recipe.optim.lr / 3:.1g}), or gradients need a limit (optim.clip_grad=1). "
+                    "To go on in the same folder, add --allow-config-change."
                 )
         except BaseException as error:
             self._take_back(before)
@@ -197,13 +198,14 @@ class TrainStep:
         each = run.batch_size // run.accumulate // self.group.world
         return DeviceMemoryError(
             f"step {step} does not fit on {self.group.device}, {each} images at a time. Nothing was applied. "
-            f"Try --set run.accumulate={2 * run.accumulate}, or --set run.grad_checkpointing=true."
+            f"Try --set run.accumulate={2 * run.accumulate}, or --set run.grad_checkpointing=true, with "
+            "--allow-config-change."
         )
 
 
 def _compiled(model: nn.Module, device: torch.device, recorded: bool) -> nn.Module:
-    """By torch.compile. Torch 2.11 pads some buffers of plain operators on a GPU and then reads them as if it had not: their
-    gradients were wrong at 197 tokens, and right without padding and in 2.13 (docs/lab-notes.md).
+    """By torch.compile. Before torch 2.13 its compiler has a padding bug on GPUs: gradients of plain operators were wrong at 197
+    tokens. So padding is switched off there (docs/lab-notes.md).
     """
     from torch._inductor import config
 

@@ -45,7 +45,7 @@ class Block(nn.Module):
         return self.feedforward(z, grid)
 
     def attend(self, z: Tensor, grid: Grid = None) -> Tensor:
-        """The first line."""
+        """The first line: operator and residual."""
         if fused_step.serves(self.norm, self.operator, self.residual, z):
             return fused_step.run(self.norm, self.operator, self.residual, z, grid)
         return self.residual(z, self.operator(self.norm(z), grid=grid))

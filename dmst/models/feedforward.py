@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dmst.models.config import ModelConfig
 
 Grid = tuple[int, int] | None
-torch.fx.wrap("local_gelu")  # it asks for sizes: one node
+torch.fx.wrap("local_gelu")  # torch.fx must not look inside: it branches on shapes
 
 
 class Mlp(nn.Module):

@@ -29,7 +29,7 @@ import dmst
 from dmst import atomic
 from dmst.errors import BadFileError, OptionError, shown
 from dmst.models.config import ModelConfig
-from dmst.models.preprocessing import normalise, pretrained_cfg
+from dmst.models.preprocessing import pretrained_cfg, set_mean_std
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
 from dmst.operators import OPERATORS
@@ -104,7 +104,7 @@ def load_model(
     model.load_state_dict({name: x.to(device) for name, x in weights.items()}, strict=True, assign=True)
     model.class_names = _class_names(told, config.num_classes)
     if isinstance(stated := told.get("pretrained_cfg"), dict):
-        normalise(model.pretrained_cfg, stated.get("mean"), stated.get("std"))
+        set_mean_std(model.pretrained_cfg, stated.get("mean"), stated.get("std"))
     return model.eval()
 
 

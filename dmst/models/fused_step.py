@@ -1,7 +1,7 @@
 """The first line of a block as one kernel (`kernels.step`): z + drop_path(scale * operator(norm z)).
 
-It calls none of the modules. So it serves only where their own weights are all that they are (`tracing.is_plain`), without
-dropout, and with everything in the dtype of z. Whether the kernels can is for `kernels.step` to say.
+It calls none of the modules. So it is used only if they are unmodified (no hook, adapter or parametrization:
+`tracing.is_plain`), without dropout, and with everything in the dtype of z. `kernels.step` says whether the kernels can.
 """
 
 from __future__ import annotations

@@ -38,11 +38,11 @@ def pretrained_cfg(config: ModelConfig) -> dict[str, Any]:
         "classifier": "head",
         "license": "apache-2.0",
     }
-    normalise(told, *DEFAULTS.get(config.name.rpartition("_")[2], DEFAULTS["imagenet"]))
+    set_mean_std(told, *DEFAULTS.get(config.name.rpartition("_")[2], DEFAULTS["imagenet"]))
     return told
 
 
-def normalise(told: dict[str, Any], mean: Any, std: Any) -> None:
+def set_mean_std(told: dict[str, Any], mean: Any, std: Any) -> None:
     """Set mean and std of a `pretrained_cfg`, in place, if there is one number per channel, or one for all of them."""
     channels = len(told["mean"])
     mean, std = (

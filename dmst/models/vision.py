@@ -29,7 +29,7 @@ from dmst.models.stems import STEMS
 from dmst.operators.base import linear, start
 
 Grid = tuple[int, int]
-torch.fx.wrap("patch_grid")  # it asks for sizes: one node
+torch.fx.wrap("patch_grid")  # torch.fx must not look inside: it branches on shapes
 
 
 @torch.fx.wrap
@@ -197,7 +197,7 @@ class VisionModel(nn.Module):
     # --- training ----------------------------------------------------------------------------------------------------
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep one tensor a block for backward and take its steps again there."""
+        """Keep one tensor per block, and compute activations again in the backward pass."""
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""How a network normalises images: by the dataset it was trained on, saved with it; by its name where nothing is known."""
+"""How a network set_mean_stds images: by the dataset it was trained on, saved with it; by its name where nothing is known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dmst.data.catalog import CATALOG
 from dmst.engine.prepare import build_model
 from dmst.engine.recipe import Recipe, read_recipe
 from dmst.models import create_model, load_model, save_model
-from dmst.models.preprocessing import normalise
+from dmst.models.preprocessing import set_mean_std
 
 
 def recipe(*changes: str) -> Recipe:
@@ -39,7 +39,7 @@ def test_the_dataset_decides_and_weights_keep_what_they_learned_with(tmp_path: P
 @pytest.mark.parametrize("stated", [None, {}, {"mean": [0.1], "std": "x"}, {"mean": [0.1, 0.2], "std": [1, 2]}])
 def test_a_file_that_says_nothing_gets_the_rule_by_name(stated: object, tmp_path: Path) -> None:
     model = create_model("dmst_cifar", depth=1)
-    normalise(model.pretrained_cfg, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    set_mean_std(model.pretrained_cfg, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     path = save_model(model, tmp_path / "saved") / "config.json"
     content = {key: value for key, value in json.loads(path.read_text()).items() if key != "self_sha256"}
     path.write_bytes(sealed(content | {"pretrained_cfg": stated}))
@@ -50,5 +50,5 @@ def test_what_cannot_be_is_not_taken() -> None:
     cfg = create_model("dmst_cifar", depth=1, device="meta").pretrained_cfg
     before = dict(cfg)
     for mean, std in (((0.1,) * 3, (0.0,) * 3), ((float("nan"),) * 3, (1.0,) * 3), ((0.1,) * 2, (1.0,) * 2), (None, None)):
-        normalise(cfg, mean, std)
+        set_mean_std(cfg, mean, std)
         assert cfg == before
