@@ -38,7 +38,7 @@ class Journal:
         self.keep_going = False
 
     def take_back(self, step: int, *, ended: bool = False) -> list[dict[str, Any]]:
-        """Drop what came after `step`, a line that a kill cut off, and the "end" event of a run that did not end; returns what is left."""
+        """Drop what came after `step`, a line that a kill cut off, and the "end" of a run that went on; returns the rest."""
         if self.path is None or not os.path.lexists(self.path):
             return []
         raw = atomic.read(self.path)  # and no link

@@ -204,7 +204,7 @@ class TrainStep:
 
 
 def _compiled(model: nn.Module, device: torch.device, recorded: bool) -> nn.Module:
-    """By torch.compile. Before torch 2.13 its compiler has a padding bug on GPUs: gradients of plain operators were wrong at 197
+    """By torch.compile. Before torch 2.13 its compiler has a padding bug on GPUs: plain operators had wrong gradients at 197
     tokens. So padding is switched off there (docs/lab-notes.md).
     """
     from torch._inductor import config

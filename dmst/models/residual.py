@@ -1,7 +1,8 @@
 """The residual step: z + drop_path(scale * update).
 
 `scale` is LayerScale: one number per channel, or one shared number if the operator has `wants_scalar_scale` (`proximal`: a
-scale per channel could make its step raise the rate). drop_path leaves the update of a whole sample out at random, in training only.
+scale per channel could make its step raise the rate). drop_path leaves out the update of a whole sample at random, in
+training only.
 """
 
 from __future__ import annotations

@@ -348,3 +348,7 @@ def test_help_names_every_key() -> None:
     assert all(
         rule.metadata["help"] and rule_in_words(rule) for section in SECTIONS.values() for rule in section.rules().values()
     )
+
+
+def test_2d_needs_no_quotes() -> None:
+    assert read_recipe("digits", ["model.options.rotary=2d"]).model.options["rotary"] == "2d"

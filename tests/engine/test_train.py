@@ -351,3 +351,14 @@ def test_a_compiled_run_learns_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     assert found[0].score.right == pytest.approx(found[1].score.right, abs=3)
     losses = [[event["loss"] for event in each.journal if event["event"] == "step"] for each in found]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_checkpoint_is_kept_though_damaged_ones_are_newer(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(Cut):
+        train(tiny("run.save_every=3", "run.keep=3"), run, watch=CutAfter(10))
+    for step in (6, 9):
+        (run / f"checkpoints/step_{step:08d}/model.safetensors").write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match="skipped"), pytest.raises(Cut):
+        train(tiny("run.save_every=4", "run.keep=2"), run, watch=CutAfter(5), allow_config_change=True)
+    assert (run / "checkpoints/step_00000004").is_dir()

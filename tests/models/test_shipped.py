@@ -65,6 +65,7 @@ def test_create_model_takes_them() -> None:
     assert next(create_model("dmst_digits", pretrained=True, dtype=torch.float64).parameters()).dtype == torch.float64
     other = create_model("dmst_digits", pretrained=True, num_classes=3)
     assert other(stored["images"]).shape == (8, 3) and not other.class_names
+    assert [other.pretrained_cfg[key] for key in ("mean", "std")] == [model.pretrained_cfg[key] for key in ("mean", "std")]
     assert torch.equal(other.blocks[0].operator.subspace.weight, model.blocks[0].operator.subspace.weight)
     with pytest.raises(
         OptionError, match=r"weights dmst_digits, which are of another network: operator 'dmsa' \(here 'tssa'\)"
