@@ -22,10 +22,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any
@@ -178,14 +177,6 @@ def in_one_line(error: BaseException) -> str:
     known = isinstance(error, SyntaxError) or not frames  # a SyntaxError says it itself
     where = "" if known else f" ({PurePath(frames[-1].filename).name}, line {frames[-1].lineno})"
     return f"{type(error).__name__}: {line}{where}"
-
-
-def refuse_unknown_options(owner: type, unknown: Mapping[str, object]) -> None:
-    """Turn a leftover keyword of `owner.__init__` into an error that names the nearest option."""
-    if unknown:
-        parameters = inspect.signature(owner.__init__).parameters.values()  # type: ignore[misc]
-        known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        raise unknown_name(f"option of {owner.__name__}", next(iter(unknown)), known)
 
 
 def need(module: str, extra: str) -> ModuleType:

@@ -88,10 +88,8 @@ def operators() -> None:
     for name, operator in known.items():
         home = inspect.getmodule(operator) if name in OPERATORS.built_in else operator
         headline = next(iter((getattr(home, "__doc__", None) or "").strip().splitlines()), "")
-        parameters = inspect.signature(operator.__init__).parameters.values()
-        options = [
-            f"{p.name}={p.default!r}" for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("device", "dtype")
-        ]
+        keywords = operator.keywords().items()
+        options = [f"{key}={default!r}" for key, default in keywords if key not in ("device", "dtype")]
         table.add_row(name, headline, ", ".join(options))
     Terminal().print(table)
     say(*problems, err=True, style="yellow")

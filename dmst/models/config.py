@@ -15,7 +15,6 @@ readout       class_attention   the blocks see patches only; a class token then 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -126,13 +125,8 @@ class ModelConfig(Settings):
         """
         names = [f.name for f in fields(self)]
         operator = self.operator if overrides.get("operator") is None else overrides["operator"]
-        operator_class = OPERATORS.find(operator)
         options = _options(overrides.pop("operator_options", self.operator_options if operator == self.operator else {}))
-        known = [
-            p.name
-            for p in inspect.signature(operator_class.__init__).parameters.values()
-            if p.kind is p.KEYWORD_ONLY and p.name not in OURS
-        ]
+        known = [name for name in OPERATORS.find(operator).keywords() if name not in OURS]
         for name in [name for name in overrides if name not in names]:
             if name not in known:
                 raise unknown_name(f"option of a model with operator {operator!r}", name, names + known)

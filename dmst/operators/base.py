@@ -12,13 +12,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dmst.errors import OptionError, ShapeError, flag, refuse_unknown_options, shown
+from dmst.errors import OptionError, ShapeError, flag, shown, unknown_name
 from dmst.kernels.autocast import autocast_is_on
 from dmst.one_node import OneNode
 
@@ -49,6 +50,17 @@ class Operator(OneNode):
             near = min(fits, key=lambda k: abs(k - num_heads))
             raise OptionError(f"dim {dim} is not divisible by num_heads {num_heads}; the nearest that divides it is {near}.")
         self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
+
+    @classmethod
+    def keywords(cls) -> dict[str, Any]:
+        """What it takes by keyword, with defaults; where it hands on what it does not know, also that of its base."""
+        found: dict[str, Any] = {}
+        for each in cls.__mro__:
+            parameters = inspect.signature(each.__init__).parameters.values()  # type: ignore[misc]
+            found |= {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in found}
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+        return found
 
     def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
         raise NotImplementedError
@@ -110,14 +122,15 @@ def linear(inputs: int, outputs: int, *, bias: bool = True, device: Any = None, 
     return made
 
 
-def lineage_options(owner: type, bias: bool, options: dict[str, Any]) -> bool:
+def lineage_options(owner: type[Operator], bias: bool, options: dict[str, Any]) -> bool:
     """Take the words that the blocks of XCiT and ToST pass; refuse every other leftover. Returns `bias`."""
     bias = options.pop("qkv_bias", bias)
     for word, rest, remedy in (("qk_scale", None, "scale the weights"), ("attn_drop", 0, "use proj_drop")):
         value = options.pop(word, rest)
         if value is not None and value != rest:
             raise OptionError(f"{word} is {shown(value)}: {owner.__name__} does not apply it; {remedy}, and leave {word} out.")
-    refuse_unknown_options(owner, options)
+    for name in options:
+        raise unknown_name(f"option of {owner.__name__}", name, owner.keywords())
     return flag("bias", bias)
 
 

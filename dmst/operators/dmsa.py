@@ -18,7 +18,6 @@ from typing import Any
 from dmst.errors import OptionError, choose, number, shown
 from dmst.kernels import Form
 from dmst.kernels.form import GATE
-from dmst.operators.base import lineage_options
 from dmst.operators.family import TokenStatistics
 
 MODES = ("listing", "equation", "proximal")
@@ -41,19 +40,12 @@ class DMSA(TokenStatistics):
         membership_activation: str = "sigmoid",
         rotary: str = "1d",
         gate_rotary: str | None = None,
-        bias: bool = True,
-        membership_bias: bool = False,
-        proj_drop: float = 0.0,
-        save: str = "projected",
-        device: Any = None,
-        dtype: Any = None,
         **options: Any,
     ) -> None:
-        bias = lineage_options(DMSA, bias, options)
         membership = choose("membership_activation", membership_activation, MEMBERSHIPS)
         gate = (mode, gate_activation, gate_scale, max_active_heads)
-        form = gated_form(num_heads, membership, *gate, rotary, gate_rotary=gate_rotary, save=save)
-        super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)
+        form = gated_form(num_heads, membership, *gate, rotary, gate_rotary=gate_rotary)
+        super().__init__(dim, form, **options)
 
 
 def gated_form(

@@ -10,6 +10,7 @@ are called as modules, in plain torch.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,17 +19,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst import kernels, objective, rotary, tracing
-from dmst.errors import choose, flag, number
+from dmst.errors import OptionError, choose, flag, number
 from dmst.kernels import Form, Weights, reference
 from dmst.kernels.arithmetic import wide
 from dmst.kernels.form import SAVES
 from dmst.kernels.reference import Steps
-from dmst.operators.base import Grid, Operator, Parts
+from dmst.operators.base import Grid, Operator, Parts, lineage_options
 from dmst.operators.orthonormal import OrthonormalLinear
 
 
 class TokenStatistics(Operator):
-    """One member of the family, given by its form.
+    """One member of the family, given by its form. The options here are those of every member.
 
     `save` is what the layer keeps for the backward pass beside z: "projected" (with membership and statistics), or "nothing",
     and they are computed again there. Output and gradients are the same to the bit (docs/kernels.md, Recompute).
@@ -46,18 +47,23 @@ class TokenStatistics(Operator):
         dim: int,
         form: Form,
         *,
-        bias: bool,
-        proj_drop: float,
-        assign: bool = True,
+        bias: bool = True,
         membership_bias: bool = False,
+        proj_drop: float = 0.0,
+        save: str = "projected",
         device: Any = None,
         dtype: Any = None,
+        **options: Any,
     ) -> None:
+        bias = lineage_options(type(self), bias, options)
         super().__init__(dim, form.num_heads)
         for name, value in (("membership_bias", membership_bias), ("token_sparse_rescale", form.token_sparse_rescale)):
             flag(name, value)
         flag("normalize_tokens", form.normalize_tokens)
-        choose("save", form.save, SAVES)
+        form = replace(form, save=choose("save", save, SAVES))
+        scored = form.membership != "energy" or form.rotary != "none"
+        if membership_bias and not scored:
+            raise OptionError("membership_bias is True: without position_scores there are no scores to add it to.")
         rotary.check(form.rotary, dim)
         if form.gate_rotary is not None:
             rotary.check(form.gate_rotary, dim, "gate_rotary")
@@ -66,7 +72,7 @@ class TokenStatistics(Operator):
         self.form = form
         self.wants_scalar_scale = proximal
         self.subspace = (OrthonormalLinear if proximal else nn.Linear)(dim, dim, bias=bias, **factory)
-        self.assign = nn.Linear(dim, form.num_heads, bias=membership_bias, **factory) if assign else None
+        self.assign = nn.Linear(dim, form.num_heads, bias=membership_bias, **factory) if scored else None
         self.out = None if tied else nn.Linear(dim, dim, **factory)
         self.temperature = nn.Parameter(torch.empty(form.num_heads, 1, **factory)) if form.membership == "energy" else None
         self.theta = nn.Parameter(torch.empty(1, **factory)) if proximal else None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dmst.errors import choose
 from dmst.kernels import Form
-from dmst.operators.base import Grid, lineage_options
+from dmst.operators.base import Grid
 from dmst.operators.family import TokenStatistics
 
 
@@ -29,18 +29,11 @@ class GatedChannel(TokenStatistics):
         *,
         moment_weight: str = "uniform",
         rotary: str = "1d",
-        bias: bool = True,
-        membership_bias: bool = False,
-        proj_drop: float = 0.0,
-        save: str = "projected",
-        device: Any = None,
-        dtype: Any = None,
         **options: Any,
     ) -> None:
-        bias = lineage_options(GatedChannel, bias, options)
         uniform = choose("moment_weight", moment_weight, ("uniform", "membership")) == "uniform"
-        form = Form(num_heads=num_heads, gate=None, rotary=rotary, uniform_moment=uniform, sign=1.0, save=save)
-        super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)
+        form = Form(num_heads=num_heads, gate=None, rotary=rotary, uniform_moment=uniform, sign=1.0)
+        super().__init__(dim, form, **options)
 
     def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> None:
         return None

@@ -11,10 +11,10 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst.errors import flag, number, refuse_unknown_options
+from dmst.errors import number
 from dmst.kernels import without_autocast
 from dmst.kernels.arithmetic import wide
-from dmst.operators.base import Grid, Operator, Parts
+from dmst.operators.base import Grid, Operator, Parts, lineage_options
 
 
 class MHSA(Operator):
@@ -33,8 +33,8 @@ class MHSA(Operator):
         **options: Any,
     ) -> None:
         super().__init__(dim, num_heads)
-        bias, scale = flag("bias", options.pop("qkv_bias", bias)), options.pop("qk_scale", None)
-        refuse_unknown_options(MHSA, options)
+        scale = options.pop("qk_scale", None)
+        bias = lineage_options(MHSA, bias, options)
         self.scale = self.head_dim**-0.5 if scale is None else number("qk_scale", scale, -1e6, 1e6)
         self.qkv = nn.Linear(dim, 3 * dim, bias=bias, device=device, dtype=dtype)
         self.out = nn.Linear(dim, dim, device=device, dtype=dtype)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dmst.operators.base import lineage_options
 from dmst.operators.dmsa import gated_form
 from dmst.operators.family import TokenStatistics
 
@@ -29,15 +28,8 @@ class TPSUSA(TokenStatistics):
         max_active_heads: int | None = None,
         token_sparse_rescale: bool = False,
         rotary: str = "1d",
-        bias: bool = True,
-        membership_bias: bool = False,
-        proj_drop: float = 0.0,
-        save: str = "projected",
-        device: Any = None,
-        dtype: Any = None,
         **options: Any,
     ) -> None:
-        bias = lineage_options(TPSUSA, bias, options)
         gate = (mode, gate_activation, gate_scale, max_active_heads)
-        form = gated_form(num_heads, "token_sparsemax", *gate, rotary, token_sparse_rescale=token_sparse_rescale, save=save)
-        super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)
+        form = gated_form(num_heads, "token_sparsemax", *gate, rotary, token_sparse_rescale=token_sparse_rescale)
+        super().__init__(dim, form, **options)

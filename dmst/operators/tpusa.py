@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 from dmst.kernels import Form
-from dmst.operators.base import lineage_options
 from dmst.operators.family import TokenStatistics
 
 
@@ -26,21 +25,13 @@ class TPUSA(TokenStatistics):
         *,
         token_sparse_rescale: bool = False,
         rotary: str = "1d",
-        bias: bool = True,
-        membership_bias: bool = False,
-        proj_drop: float = 0.0,
-        save: str = "projected",
-        device: Any = None,
-        dtype: Any = None,
         **options: Any,
     ) -> None:
-        bias = lineage_options(TPUSA, bias, options)
         form = Form(
             num_heads=num_heads,
             membership="token_sparsemax",
             gate=None,
             rotary=rotary,
             token_sparse_rescale=token_sparse_rescale,
-            save=save,
         )
-        super().__init__(dim, form, bias=bias, membership_bias=membership_bias, proj_drop=proj_drop, device=device, dtype=dtype)
+        super().__init__(dim, form, **options)

@@ -17,7 +17,6 @@ from typing import Any
 
 from dmst.errors import choose
 from dmst.kernels import Form
-from dmst.operators.base import lineage_options
 from dmst.operators.family import TokenStatistics
 
 
@@ -31,14 +30,8 @@ class TSSA(TokenStatistics):
         *,
         position_scores: str = "none",
         normalize_tokens: bool = True,
-        bias: bool = True,
-        proj_drop: float = 0.0,
-        save: str = "projected",
-        device: Any = None,
-        dtype: Any = None,
         **options: Any,
     ) -> None:
-        bias = lineage_options(TSSA, bias, options)
         choose("position_scores", position_scores, ("none", "1d", "2d"))
         form = Form(
             num_heads=num_heads,
@@ -46,7 +39,5 @@ class TSSA(TokenStatistics):
             gate=None,
             rotary=position_scores,
             normalize_tokens=normalize_tokens,
-            save=save,
         )
-        scored = position_scores != "none"
-        super().__init__(dim, form, bias=bias, proj_drop=proj_drop, assign=scored, device=device, dtype=dtype)
+        super().__init__(dim, form, **options)

@@ -8,7 +8,6 @@ from JSON, whose refusals name the option. Every one is seeded by its number.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 import random
@@ -276,13 +275,7 @@ VALUES += [
 ]  # fmt: skip
 VALUES += [{"mode": "equation"}, {"dim": 3}, {"rotary": "2d"}, [[[]]], *OPERATORS]
 OPTION_NAMES = sorted(
-    {
-        option.name
-        for operator in OPERATORS.values()
-        for option in inspect.signature(operator.__init__).parameters.values()
-        if option.kind is option.KEYWORD_ONLY
-    }
-    | {"unknown", "num_head", "qk_scale", "attn_drop"}
+    {name for operator in OPERATORS.values() for name in operator.keywords()} | {"unknown", "num_head", "qk_scale", "attn_drop"}
 )
 SANE: dict[str, list[Any]] = {
     "dim": [32, 64, 192], "depth": [1, 2, 12], "num_heads": [1, 2, 4], "patch_size": [1, 4, 8, 16], "num_classes": [0, 7],
