@@ -9,6 +9,7 @@ A set is checked when it is made: it holds images, and every label names a class
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ from dmst.words import short, visible
 
 class ImageSet:
     """One split. `variant` is what a result must say beside the name. `fingerprint` changes with classes, labels, names and
-    sizes; with every pixel where all are in memory. Of files, dmst.data.scan hashes the content."""
+    sizes; with every pixel where all are in memory. Of files, dmst.data.scan hashes the content. What a reader keeps of image
+    `index` is at `places[index]`: a subset shares it with the whole set."""
 
     def __init__(
         self, name: str, split: str, classes: Sequence[str], labels: np.ndarray, *, fingerprint: str, variant: str = ""
@@ -32,6 +34,7 @@ class ImageSet:
         self.classes = tuple(classes)
         self.labels = np.asarray(labels)
         self.fingerprint = fingerprint
+        self.places = np.arange(len(self.labels))
         if self.labels.ndim != 1 or self.labels.dtype.kind not in "iu":
             raise ShapeError(f"{self}: labels are {self.labels.dtype} of shape {self.labels.shape}; whole numbers in one row.")
         if not len(self.labels):
@@ -54,7 +57,7 @@ class ImageSet:
 
     def where(self, index: int) -> str:
         """How a message calls this image."""
-        return f"{self.name} {self.split}, image {index}"
+        return f"{self.name} {self.split}".rstrip() + f", image {self.places[index]}"
 
     def source(self, index: int) -> bytes | Path:
         """The encoded image, or the file that holds nothing else."""
@@ -102,10 +105,12 @@ class ArraySet(ImageSet):
         self._images = images
 
     def read(self, index: int) -> np.ndarray:
-        return self._images[index]
+        return self._images[self.places[index]]
 
     def pixels(self) -> np.ndarray:
-        return self._images
+        """Of a subset a copy, made anew by every call."""
+        whole = np.array_equal(self.places, np.arange(len(self._images)))
+        return self._images if whole else self._images[self.places]
 
 
 class FileSet(ImageSet):
@@ -133,7 +138,7 @@ class FileSet(ImageSet):
         super().__init__(name, split, classes, labels, fingerprint=mark)
 
     def source(self, index: int) -> Path:
-        return self.root / os.fsdecode(bytes(self._names[index]))
+        return self.root / os.fsdecode(bytes(self._names[self.places[index]]))
 
     def files(self) -> Sequence[Path]:
         return [self.source(index) for index in range(len(self))]
@@ -144,7 +149,7 @@ class FileSet(ImageSet):
     def masks(self, index: int) -> np.ndarray | None:
         if not len(self._masks):
             return None
-        path = self.root / os.fsdecode(bytes(self._masks[index]))
+        path = self.root / os.fsdecode(bytes(self._masks[self.places[index]]))
         mask = door.decode(path, visible(path), grey=True)[..., 0]
         if mask.min() < 1 or mask.max() > 3:
             values = f"{mask.min()}..{mask.max()}"
@@ -152,46 +157,19 @@ class FileSet(ImageSet):
         return mask
 
     def box(self, index: int) -> tuple[int, int, int, int] | None:
-        return None if self._boxes is None else tuple(self._boxes[index].tolist())
-
-
-class _Subset(ImageSet):
-    def __init__(self, base: ImageSet, indices: np.ndarray, variant: str, split: str) -> None:
-        self._base, self._indices = base, indices  # first: a message calls an image by its place in the base
-        mark = digest(base.fingerprint, indices)
-        super().__init__(base.name, split, base.classes, base.labels[indices], fingerprint=mark, variant=variant)
-
-    def where(self, index: int) -> str:
-        return self._base.where(int(self._indices[index]))
-
-    def source(self, index: int) -> bytes | Path:
-        return self._base.source(int(self._indices[index]))
-
-    def files(self) -> Sequence[Path]:
-        every = self._base.files()
-        return [every[i] for i in self._indices] if len(every) == len(self._base) else every
-
-    def read(self, index: int) -> np.ndarray:
-        return self._base.read(int(self._indices[index]))
-
-    def pixels(self) -> np.ndarray | None:
-        """A copy of these images, made anew by every call."""
-        everything = self._base.pixels()
-        return None if everything is None else everything[self._indices]
-
-    def masks(self, index: int) -> np.ndarray | None:
-        return self._base.masks(int(self._indices[index]))
-
-    def box(self, index: int) -> tuple[int, int, int, int] | None:
-        return self._base.box(int(self._indices[index]))
+        return None if self._boxes is None else tuple(self._boxes[self.places[index]].tolist())
 
 
 def subset(
     image_set: ImageSet, indices: Sequence[int] | np.ndarray, variant: str | None = None, split: str | None = None
 ) -> ImageSet:
     """These images of `image_set`, in this order; variant and split stay unless others are given."""
-    variant, split = (image_set.variant if variant is None else variant), (image_set.split if split is None else split)
-    return _Subset(image_set, np.asarray(indices, np.int64), variant, split)
+    found, indices = copy.copy(image_set), np.asarray(indices, np.int64)
+    found.places, found.labels = image_set.places[indices], image_set.labels[indices]
+    found.fingerprint = digest(image_set.fingerprint, indices)
+    found.variant = image_set.variant if variant is None else variant
+    found.split = image_set.split if split is None else split
+    return found
 
 
 def with_classes(image_set: ImageSet, classes: Sequence[str]) -> ImageSet:

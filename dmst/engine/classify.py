@@ -34,10 +34,10 @@ class Photos(ImageSet):
         return cls([decode(path, name, grey=channels == 1) for path, name in zip(paths, names, strict=True)], names)
 
     def read(self, index: int) -> np.ndarray:
-        return self._pixels[index]
+        return self._pixels[self.places[index]]
 
     def where(self, index: int) -> str:
-        return self.names[index]
+        return self.names[self.places[index]]
 
     def seen(self, view: View, device: torch.device | str = "cpu") -> Tensor:
         """The first, (1, c, h, w), as a network takes it: cut and normalised as `dmst evaluate` does it."""

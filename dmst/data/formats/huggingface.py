@@ -32,7 +32,7 @@ class TableSet(ImageSet):
         return [Path(each["filename"]) for each in self._table.cache_files]
 
     def source(self, index: int) -> bytes | Path:
-        cell = self._table[int(index)][self._column]
+        cell = self._table[int(self.places[index])][self._column]
         if not cell:
             raise BadImageError(self.where(index), "its row holds no image")
         return bytes(cell["bytes"]) if cell["bytes"] else Path(cell["path"])

@@ -33,13 +33,14 @@ class ShardSet(ImageSet):
         super().__init__(asked.name, asked.split, classes, numbers[:, 3], fingerprint=mark)
 
     def where(self, index: int) -> str:
-        return f"{self._shards[self._numbers[index, 0]]}, {os.fsdecode(bytes(self._keys[index]))}"
+        place = self.places[index]
+        return f"{self._shards[self._numbers[place, 0]]}, {os.fsdecode(bytes(self._keys[place]))}"
 
     def files(self) -> list[Path]:
         return self._shards
 
     def source(self, index: int) -> bytes:
-        shard, offset, size, _ = self._numbers[index].tolist()
+        shard, offset, size, _ = self._numbers[self.places[index]].tolist()
         with self._shards[shard].open("rb") as file:  # opened anew: workers must not share a place in a file
             file.seek(offset)
             return file.read(size)
