@@ -19,15 +19,14 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dmst.errors import OptionError, ShapeError, number, shown
+from dmst.errors import OptionError, number, shown
 from dmst.kernels import reference
 from dmst.models import VisionModel
 from dmst.operators import MHSA, MSSA, XCA, Operator
 from dmst.operators.base import Grid
 from dmst.operators.family import TokenStatistics
 
-Value = float | Tensor  # one gate for all images, or one an image: (b,)
-Gates = Mapping[int, Mapping[int, Value]]
+Gates = Mapping[int, Mapping[int, float]]
 
 
 @contextmanager
@@ -36,7 +35,7 @@ def forced_gates(model: VisionModel, gates: Gates) -> Iterator[None]:
     with ExitStack() as undo:
         for layer, heads in gates.items():
             operator = operator_of(model, layer)
-            values = {_head(operator, head): _value(value) for head, value in heads.items()}
+            values = {_head(operator, head): number("gate", value, -torch.inf, torch.inf) for head, value in heads.items()}
             if isinstance(operator, TokenStatistics):
                 undo.enter_context(_gates_of(operator, values))
             else:
@@ -66,18 +65,10 @@ def _head(operator: Operator, head: int) -> int:
     return head
 
 
-def _value(value: Value) -> Value:
-    if isinstance(value, Tensor):
-        if value.ndim > 1:
-            raise OptionError(f"a gate has shape {tuple(value.shape)}: it is one number, or one an image, (b,).")
-        return value
-    return number("gate", value, -torch.inf, torch.inf)
-
-
 @contextmanager
-def _gates_of(operator: TokenStatistics, values: Mapping[int, Value]) -> Iterator[None]:
+def _gates_of(operator: TokenStatistics, values: Mapping[int, float]) -> Iterator[None]:
     """The operator's own steps with these gates put in, in plain torch; the attributes of the instance go again afterwards."""
-    if operator.form.gate is None and any(isinstance(value, Tensor) or value != 0 for value in values.values()):
+    if operator.form.gate is None and any(values.values()):
         raise OptionError(f"{type(operator).__name__} has no gate here: its heads can be switched off (0), not weighed.")
     inner, before = operator.steps, {name: operator.__dict__.get(name) for name in ("steps", "is_plain")}
 
@@ -95,25 +86,22 @@ def _gates_of(operator: TokenStatistics, values: Mapping[int, Value]) -> Iterato
                 operator.__dict__[name] = method
 
 
-def _with(steps: reference.Steps, forced: Mapping[int, Value]) -> Tensor:
+def _with(steps: reference.Steps, forced: Mapping[int, float]) -> Tensor:
     """The gate (b, k) with some of its heads replaced; ones where the layer has none."""
     gate = torch.ones_like(steps.divisor) if steps.gate is None else steps.gate
     columns = list(gate.unbind(-1))
     for head, value in forced.items():
-        told = torch.as_tensor(value, dtype=gate.dtype, device=gate.device)
-        if told.ndim and len(told) != len(gate):
-            raise ShapeError(f"the gate of head {head} is given for {len(told)} images, and there are {len(gate)}.")
-        columns[head] = told.expand(len(gate))
+        columns[head] = torch.full_like(columns[head], value)
     return torch.stack(columns, -1)
 
 
 @contextmanager
-def _silent_channels(operator: Operator, values: Mapping[int, Value]) -> Iterator[None]:
+def _silent_channels(operator: Operator, values: Mapping[int, float]) -> Iterator[None]:
     """Softmax attention: what a head hands to the output projection is 0; tied to the subspaces, what it takes from them."""
     name = type(operator).__name__
     if not isinstance(operator, MHSA | MSSA | XCA):
         raise OptionError(f"{name}: where its heads enter the output is not known here, so none can be switched off.")
-    if any(isinstance(value, Tensor) or value != 0 for value in values.values()):
+    if any(values.values()):
         raise OptionError(f"{name} has no gate: its heads can be switched off (0), not weighed.")
 
     def without(channels: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ def reproduce(
     """
     from dmst.atomic import write_text
     from dmst.errors import DmstError, OptionError, choose
-    from dmst.reproduce import figure, ledger
-    from dmst.reproduce.render import markdown, runs_of
+    from dmst.reproduce import ledger
+    from dmst.reproduce.render import markdown, runs_of, svg
     from dmst.reproduce.run import run_table
     from dmst.reproduce.tables import TABLES
 
@@ -73,6 +73,6 @@ def reproduce(
         lines = ledger.read(folder)
         say(write_text(out / f"{name}.md", markdown(name, lines)))
         if TABLES[name].marks:
-            say(write_text(out / f"{name}.svg", figure.svg(name, lines)))
+            say(write_text(out / f"{name}.svg", svg(name, lines)))
     if failed:
         raise DmstError("\n".join(failed))

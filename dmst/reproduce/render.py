@@ -1,4 +1,8 @@
-"""Markdown from the ledger alone: mean and spread over seeds, and differences seed by seed with their 95 % interval."""
+"""Tables from the ledger alone; the same runs give the same bytes.
+
+markdown    mean and spread over seeds, and differences seed by seed with their 95 % interval
+svg         a picture: every run a dot, the mean a bar, against the means of the cells that the others are measured by
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from dmst.analysis import report
 from dmst.reproduce import ledger
 from dmst.reproduce.tables import LAYERS, TABLES, Cell, Table
 
 # Student's t at 97.5 %, for 1 to 9 degrees of freedom
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+COLOURS = ("#0072B2", "#D55E00")  # of the two cells whose means are drawn through all rows
 
 
 def markdown(name: str, lines: Sequence[ledger.Line]) -> str:
@@ -28,6 +34,26 @@ def markdown(name: str, lines: Sequence[ledger.Line]) -> str:
     for layer in table.layers:
         out += by_layer(layer, {cell.name: list(runs[cell.name].values()) for cell in table.cells})
     return "\n".join([*out, "", *origin([line for each in runs.values() for line in each.values()], bool(table.layers)), ""])
+
+
+def svg(name: str, lines: Sequence[ledger.Line]) -> str:
+    """Cells from best to worst, one row each."""
+    table = TABLES[name]
+    found = {cell.name: runs_of(table, cell, lines) for cell in table.cells}
+    scores = {cell: [100 * runs[seed]["metrics"]["top1"] for seed in sorted(runs)] for cell, runs in found.items() if runs}
+    means = {cell: statistics.fmean(each) for cell, each in scores.items()}
+    every = [score for each in scores.values() for score in each]
+    low = math.floor(min(every, default=0))
+    high = max(math.ceil(max(every, default=100)), low + 1)
+    return report.render(
+        "dots.svg",
+        title=table.title,
+        low=low,
+        high=high,
+        across=lambda score: f"{290 + (score - low) / (high - low) * 530:.1f}",
+        marks=[(mark, means[mark], colour) for mark, colour in zip(table.marks, COLOURS, strict=True) if mark in means],
+        rows=[(cell, means[cell], scores[cell]) for cell in sorted(scores, key=lambda cell: -means[cell])],
+    )
 
 
 def row(cell: Cell, mine: dict[int, ledger.Line], against: dict[int, ledger.Line]) -> str:

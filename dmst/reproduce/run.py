@@ -1,7 +1,7 @@
 """Run what a table lacks: `dmst train` for every missing cell and seed, and a line in the ledger when it is done.
 
-    <ledger>/.runs/<config>-<seed>/         the folder of a run while it trains: the same command goes on where it was killed
-    <ledger>/.runs/<config>-<seed>.lock     held by the process that is at it: several of them share a table
+    <ledger>/.runs/<config>-<seed>/         the folder of a run while it trains: the same command goes on where it was killed,
+                                            and its lock keeps other processes off, so that several share a table
     <weights>/<config>-<seed>/              the network, where --weights asks for it
 
 A small network leaves a large GPU idle most of the time, so `at_once` runs share the device, each in a process of its own.
@@ -10,11 +10,9 @@ A small network leaves a large GPU idle most of the time, so `at_once` runs shar
 from __future__ import annotations
 
 import datetime
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,7 +23,6 @@ import torch
 from dmst import atomic, provenance
 from dmst.analysis import probes
 from dmst.engine import prepare
-from dmst.engine.checkpoint import take_lock
 from dmst.engine.console import watcher
 from dmst.engine.recipe import Recipe
 from dmst.engine.train_loop import Result, train
@@ -92,33 +89,16 @@ def run(job: Job) -> tuple[bool, str]:
     """Train, and add the line to the ledger. Whether all is well, and what came out, or why nothing did, in words."""
     config = job.table.config_of(job.cell)
     folder = job.folder / ".runs" / f"{config}-{job.seed}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _claimed(folder.with_suffix(".lock")) as mine:
-        if not mine:
+    if job.seed in ledger.runs_of(ledger.read(job.folder), config):
+        return True, "done by another process"
+    try:
+        return True, _trained(job, folder)
+    except Stopped:
+        raise
+    except Exception as error:  # compilers and devices fail in many ways
+        if isinstance(error.__cause__, BlockingIOError):  # the lock of the run's folder
             return True, "another process is at it"
-        if job.seed in ledger.runs_of(ledger.read(job.folder), config):
-            return True, "done by another process"
-        try:
-            return True, _trained(job, folder)
-        except Stopped:
-            raise
-        except Exception as error:  # compilers and devices fail in many ways
-            return False, f"{'' if isinstance(error, DmstError) else type(error).__name__ + ': '}{error}"
-
-
-@contextmanager
-def _claimed(path: Path) -> Iterator[bool]:
-    """Whether this process alone holds the lock, as long as the block lasts; a kill frees it too."""
-    try:
-        handle = take_lock(path)
-    except BlockingIOError:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
+        return False, f"{'' if isinstance(error, DmstError) else type(error).__name__ + ': '}{error}"
 
 
 def _trained(job: Job, folder: Path) -> str:

@@ -19,7 +19,7 @@ from dmst.engine.console import Quiet
 from dmst.engine.train_loop import train
 from dmst.errors import BadFileError, DmstError, Stopped
 from dmst.models import VisionModel, load_model
-from dmst.reproduce import figure, ledger, render, run
+from dmst.reproduce import ledger, render, run
 from dmst.reproduce.tables import TABLES, Cell, Table
 from tests.runs import SMALL, TWELVE
 
@@ -130,10 +130,10 @@ def test_a_table_shows_what_the_layers_did(tiny: None) -> None:
 
 def test_the_picture_shows_every_run(tiny: None) -> None:
     lines = [line("TSSA", 0, 0.80), line("TSSA", 1, 0.84), line("DMSA", 0, 0.9)]
-    drawn = figure.svg("tiny", lines)
+    drawn = render.svg("tiny", lines)
     assert drawn.count("<circle") == 3 and drawn.count('class="mean"') == 2 and drawn.index(">DMSA<") < drawn.rindex(">TSSA<")
-    assert "MHSA" not in drawn and figure.svg("tiny", lines[:2]) != drawn
-    assert "<circle" not in figure.svg("tiny", [])
+    assert "MHSA" not in drawn and render.svg("tiny", lines[:2]) != drawn
+    assert "<circle" not in render.svg("tiny", [])
 
 
 def start(folder: Path, **more: Any) -> list[str]:
@@ -167,9 +167,9 @@ def test_only_what_is_missing_is_run_and_is_what_train_gives(tiny: None, tmp_pat
 
 def test_several_processes_share_a_table(tiny: None, tmp_path: Path) -> None:
     """Somebody is at seed 1 of TSSA; seed 2 is done while it waits for its turn."""
-    runs = tmp_path / ".runs"
-    runs.mkdir()
-    handle = take_lock(runs / f"{TINY.config_of(CELLS[1])}-1.lock")
+    folder = tmp_path / ".runs" / f"{TINY.config_of(CELLS[1])}-1"
+    folder.mkdir(parents=True)
+    handle = take_lock(folder / "lock")
     _, *said = start(tmp_path, cells=["TSSA"])
     assert said[1] == "tiny: TSSA, seed 1: another process is at it" and not any("at it" in each for each in said[::2])
     os.close(handle)
@@ -258,6 +258,6 @@ def test_the_committed_tables_are_those_of_the_committed_ledger() -> None:
     for name, table in TABLES.items():
         assert (results / f"{name}.md").read_text() == render.markdown(name, lines), name
         if table.marks:
-            assert (results / f"{name}.svg").read_text() == figure.svg(name, lines), name
+            assert (results / f"{name}.svg").read_text() == render.svg(name, lines), name
     known = {ledger.config_of(table.recipe_of(cell, 0)) for table in TABLES.values() for cell in table.cells}
     assert {line["config"] for line in lines} <= known  # a changed recipe must not orphan what was run
