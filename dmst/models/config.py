@@ -69,9 +69,6 @@ class ModelConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        OPERATORS.find(self.operator)
-        if self.mlp_ratio * self.dim < 1:
-            raise OptionError(f"mlp_ratio is {self.mlp_ratio}: {self.dim} times that must be at least 1.")
         self._set("img_size", _sides(self.img_size, self.patch_size))
         if (patches := math.prod(self.grid)) > MOST_PATCHES:
             raise OptionError(

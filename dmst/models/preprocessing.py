@@ -59,15 +59,10 @@ def patch_grid(images: Tensor, dtype: torch.dtype, *, name: str, in_chans: int, 
     if not isinstance(images, Tensor):
         raise ShapeError(f"{name} takes a torch tensor of images (batch, {in_chans}, height, width), not {type(images)}.")
     if images.ndim != 4 or images.shape[1] != in_chans:
-        hint = ""
-        if images.ndim == 3:
-            hint = " For one image: images[None]."
-        elif images.ndim == 4 and images.shape[3] == in_chans:
-            hint = " The channels are last: images.permute(0, 3, 1, 2)."
-        elif images.ndim == 4:
-            hint = " Build it with in_chans= for another number of channels."
-        shape = tuple(images.shape)
-        raise ShapeError(f"{name} takes images of shape (batch, {in_chans}, height, width), not {shape}.{hint}")
+        raise ShapeError(
+            f"{name} takes images of shape (batch, {in_chans}, height, width), not {tuple(images.shape)}: images[None] makes a "
+            "batch of one, images.permute moves channels, and in_chans= builds a network for other channels."
+        )
     for what, side in zip(("height", "width"), images.shape[2:], strict=True):
         if side % patch_size or not side:
             remedy = "resize or pad it to a multiple"

@@ -163,10 +163,10 @@ def test_2d_positions_and_a_class_token_do_not_go_together(operator: str) -> Non
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((3, 32, 32), r"takes images of shape \(batch, 3, height, width\), not \(3, 32, 32\)\. For one image: images\[None\]"),
-        ((1, 2, 3, 32, 32), r"not \(1, 2, 3, 32, 32\)\.$"),
-        ((2, 1, 32, 32), r"not \(2, 1, 32, 32\)\. Build it with in_chans= for another number of channels\.$"),
-        ((2, 32, 32, 3), r"The channels are last: images.permute"),
+        ((3, 32, 32), r"takes images of shape \(batch, 3, height, width\), not \(3, 32, 32\): images\[None\]"),
+        ((1, 2, 3, 32, 32), r"not \(1, 2, 3, 32, 32\)"),
+        ((2, 1, 32, 32), r"not \(2, 1, 32, 32\): .*in_chans= builds"),
+        ((2, 32, 32, 3), r"images.permute moves channels"),
         ((2, 3, 40, 32), r"patches of 16 pixels, and the height is 40: resize or pad it to a multiple\."),
         ((2, 3, 32, 8), r"patches of 16 pixels, and the width is 8: resize or pad it to a multiple\."),
         ((2, 3, 0, 32), r"the height is 0"),
