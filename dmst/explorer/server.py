@@ -35,20 +35,12 @@ from starlette.staticfiles import StaticFiles
 
 from dmst.errors import DmstError, OptionError
 from dmst.explorer.guard import Guard, is_local
-from dmst.explorer.session import UPLOAD, Session
+from dmst.explorer.session import UPLOAD, RefusedError, Session
 
 CONNECTIONS = 64
 QUESTION = 64 * 2**10  # bytes of JSON
 KEPT = 30  # seconds for a connection that is not used
 BROKEN = "something went wrong; the terminal shows the error"
-
-
-class RefusedError(DmstError):
-    """A request that is no question: the status, and why."""
-
-    def __init__(self, status: int, words: str) -> None:
-        super().__init__(words)
-        self.status = status
 
 
 class Site:

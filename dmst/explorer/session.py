@@ -1,7 +1,7 @@
 """What the page asks about: networks and pictures, by opaque ids, in memory alone.
 
 Session     networks m0, m1, ..., pictures e0, e1, ... (examples) and u... (uploads, at most 32, the oldest go)
-Network     one model: loaded in the background, asked by `look` and `rates`, some answers kept
+Network     one model: loaded in the background, asked by `look` and `rates`
 Picture     the file, a PNG of it to show, and what each network sees of it: prepared as `dmst classify` does it
 """
 
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import io
 import secrets
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from dmst.engine import prepare
 from dmst.engine.classify import Photos
 from dmst.errors import DmstError, OptionError, number, shown
 from dmst.explorer import view
-from dmst.models import Trace, VisionModel, shipped
+from dmst.models import VisionModel, shipped
 from dmst.photos import PHOTOS, photo
 from dmst.terminal import say
 from dmst.words import visible
@@ -38,25 +36,16 @@ from dmst.words import visible
 UPLOAD = 10 * 2**20  # bytes
 UPLOADS = 32
 SHOWN, SEEN = 512, 256  # pixels: at most, at least
-KEPT = 32  # answers of a network
 DIGIT = "seven"
 Gates = dict[int, dict[int, float]]
 
 
-class NotThereError(DmstError):
-    """No network or picture has this id."""
+class RefusedError(DmstError):
+    """A request that is not answered: the status, why, and the state of a network that is not ready."""
 
-    status = 404
-
-
-class NotReadyError(DmstError):
-    """The network is loading, or could not be loaded."""
-
-    status = 409
-
-    def __init__(self, words: str, state: str) -> None:
+    def __init__(self, status: int, words: str, state: str = "") -> None:
         super().__init__(words)
-        self.state = state
+        self.status, self.state = status, state
 
 
 @dataclass
@@ -66,6 +55,8 @@ class Picture:
     width: int
     height: int
     shown: bytes
+    name: str
+    credit: str
     seen: dict[str, Tensor] = field(default_factory=dict)  # by network, where it was asked: (1, c, h, w)
 
 
@@ -75,10 +66,8 @@ class Session:
             check(where)
         names = names_of(models)
         self.networks = {f"m{i}": Network(f"m{i}", where, names[i], device) for i, where in enumerate(models)}
-        self._given = {f"e{i}": each for i, each in enumerate(examples())}
-        self.examples = {id: _picture(id, raw) for id, (_, _, raw) in self._given.items()}
-        self._uploads: OrderedDict[str, Picture] = OrderedDict()
-        self._lock = threading.Lock()
+        self.examples = {f"e{i}": _picture(f"e{i}", *each) for i, each in enumerate(examples())}
+        self._uploads: dict[str, Picture] = {}  # the oldest first
 
     def start(self) -> dict[str, Any]:
         return {
@@ -86,30 +75,28 @@ class Session:
             "upload_limit": UPLOAD,
             "models": [network.told() for network in self.networks.values()],
             "examples": [
-                {"id": id, "name": name, "credit": credit, "digit": name == DIGIT, "width": shown.width, "height": shown.height}
-                for (id, (name, credit, _)), shown in zip(self._given.items(), self.examples.values(), strict=True)
+                {"digit": each.name == DIGIT} | {key: getattr(each, key) for key in ("id", "name", "credit", "width", "height")}
+                for each in self.examples.values()
             ],
         }
 
     def network(self, id: str) -> Network:
         if id not in self.networks:
-            raise NotThereError(f"there is no network {shown(id)}: /api/start lists them.")
+            raise RefusedError(404, f"there is no network {shown(id)}: /api/start lists them.")
         return self.networks[id]
 
     def picture(self, id: str) -> Picture:
-        with self._lock:
-            found = self.examples.get(id) or self._uploads.get(id)
+        found = self.examples.get(id) or self._uploads.get(id)
         if found is None:
-            raise NotThereError(f"there is no picture {shown(id)}: the server keeps the newest {UPLOADS}; choose it again.")
+            raise RefusedError(404, f"there is no picture {shown(id)}: the server keeps the newest {UPLOADS}; choose it again.")
         return found
 
     def add(self, raw: bytes) -> dict[str, Any]:
-        """An upload."""
+        """An upload; one at a time (server.py)."""
         picture = _picture("u" + secrets.token_hex(16), raw)
-        with self._lock:
-            self._uploads[picture.id] = picture
-            while len(self._uploads) > UPLOADS:
-                self._uploads.popitem(last=False)
+        self._uploads[picture.id] = picture
+        if len(self._uploads) > UPLOADS:
+            del self._uploads[next(iter(self._uploads))]
         return {"image": picture.id, "width": picture.width, "height": picture.height}
 
 
@@ -121,7 +108,6 @@ class Network:
         self.state, self.words = "waiting", ""
         self.model: VisionModel | None = None
         self.view: View = View(1, 3, (0.5,) * 3, (0.5,) * 3)
-        self._kept: OrderedDict[Any, dict[str, Any]] = OrderedDict()
 
     def load(self) -> None:
         self.state = "loading"
@@ -160,41 +146,22 @@ class Network:
         pixels = membership.picture(self.prepared(picture)[0])
         return png(enlarge(pixels, -(-SEEN // min(pixels.shape[:2]))))
 
+    @torch.no_grad()
     def look(self, picture: Picture, asked: Any) -> dict[str, Any]:
         """Prediction, maps and gates, with gates forced as asked: {"3": {"1": 0.0}}."""
-        return self._answer(self._look, picture, asked)
+        model, image = self._model(), self._image(picture)
+        gates = gates_of(asked, model)
+        with forced_gates(model, gates):
+            trace = model.trace(image)
+        return view.look(model, trace, gates)
 
+    @torch.no_grad()
     def rates(self, picture: Picture, asked: Any) -> dict[str, Any]:
         """What takes longer, of this picture alone: nats by layer, certificates, and the gradient of the answer."""
-        return self._answer(self._rates, picture, asked)
-
-    def _look(self, model: VisionModel, picture: Picture, gates: Gates) -> dict[str, Any]:
-        return view.look(model, self._trace(model, picture, gates), gates)
-
-    def _rates(self, model: VisionModel, picture: Picture, gates: Gates) -> dict[str, Any]:
-        trace, image = self._trace(model, picture, gates), self._image(picture)
-        with forced_gates(model, gates):
-            certificate = certify(model, image)
-            with torch.inference_mode(False):
-                gradient = gradient_map(model, image.clone())[0]
+        model, image = self._model(), self._image(picture)
+        with forced_gates(model, gates_of(asked, model)):
+            trace, certificate, gradient = model.trace(image), certify(model, image), gradient_map(model, image)[0]
         return view.rates(model, trace, certificate) | view.gradient(gradient)
-
-    def _answer(self, work: Callable[..., dict[str, Any]], picture: Picture, asked: Any) -> dict[str, Any]:
-        model = self._model()
-        gates = gates_of(asked, model)
-        key = work.__name__, picture.id, repr(gates)
-        with torch.inference_mode():
-            if key not in self._kept:
-                told = {str(layer): {str(head): gate for head, gate in row.items()} for layer, row in gates.items()}
-                found = {"model": self.id, "image": picture.id, "gates": told} | work(model, picture, gates)
-                self._kept[key] = found
-                if len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
-            return self._kept[key]
-
-    def _trace(self, model: VisionModel, picture: Picture, gates: Gates) -> Trace:
-        with forced_gates(model, gates):
-            return model.trace(self._image(picture))
 
     def _image(self, picture: Picture) -> Tensor:
         weight = next(self._model().parameters())
@@ -210,17 +177,17 @@ class Network:
     def _model(self) -> VisionModel:
         if self.model is None or self.state != "ready":
             words = f": {self.words}" if self.words else ", try again in a moment"
-            raise NotReadyError(f"the network {self.name} is {self.state}{words}", self.state)
+            raise RefusedError(409, f"the network {self.name} is {self.state}{words}", self.state)
         return self.model
 
 
-def examples() -> list[tuple[str, str, bytes]]:
-    """Name, credit and file of the pictures to begin with: the photographs that ship, and a drawn digit."""
+def examples() -> list[tuple[bytes, str, str]]:
+    """File, name and credit of the pictures to begin with: the photographs that ship, and a drawn digit."""
     canvas, out = Image.new("L", (256, 256)), io.BytesIO()
     ImageDraw.Draw(canvas).line([(64, 32), (192, 32), (96, 240)], fill=255, width=42, joint="curve")
     canvas.save(out, "PNG")
-    digit = (DIGIT, "a drawn digit, for networks that read digits", out.getvalue())
-    return [*((name, credit, photo(name).read_bytes()) for name, credit in PHOTOS.items()), digit]
+    digit = (out.getvalue(), DIGIT, "a drawn digit, for networks that read digits")
+    return [*((photo(name).read_bytes(), name, credit) for name, credit in PHOTOS.items()), digit]
 
 
 def names_of(models: Sequence[str]) -> list[str]:
@@ -260,7 +227,8 @@ def _has_gates(model: VisionModel) -> bool:
     return any(form is not None and form.gate is not None for form in forms)
 
 
-def _picture(id: str, raw: bytes) -> Picture:
+def _picture(id: str, raw: bytes, name: str = "", credit: str = "") -> Picture:
     pixels = decode(raw, "the picture")
     height, width = pixels.shape[:2]
-    return Picture(id, raw, width, height, png(pixels if max(height, width) <= SHOWN else fit(pixels, SHOWN), level=1))
+    small = pixels if max(height, width) <= SHOWN else fit(pixels, SHOWN)
+    return Picture(id, raw, width, height, png(small, level=1), name, credit)

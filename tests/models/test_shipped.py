@@ -122,7 +122,7 @@ def test_they_load_by_every_documented_way(tmp_path: Path, monkeypatch: pytest.M
     evaluated = json.loads(dmst("evaluate", name, "--data", data, "--device", "cpu", "--json"))
     assert evaluated["images"] == 359 and set(evaluated["by_class"]) == set(classes)
     session = Session([name])
-    session.load("m0")
+    session.networks["m0"].load()
     looked = session.network("m0").look(session.picture("e0"), {})
     assert looked["top"][0]["class"] in classes and len(looked["layers"]) == model.config.depth
     words = ["--init-from", name, "--epochs", 1, "--batch", 4, "--set", "data.limit=4", "--no-report", "--quiet"]
