@@ -21,7 +21,11 @@ from dmst.data import chance, color, erasing, geometry, mixing
 from dmst.data.augment import Augment
 from dmst.data.rand_augment import DRAWS, rand_augment, read_policy
 
+PURPOSES = ("crop", "flip", "resized crop", "turn", "rand augment", "color jitter", "erase", "noise", "cutout", "mix")
+MOST_DRAWS = 128  # of one purpose, but for noise
+
 Made = tuple[Tensor, Tensor, Tensor]
+Draw = Callable[[str, int], Tensor]  # purpose, how many: (b, draws)
 
 
 class Batch(NamedTuple):
@@ -72,9 +76,8 @@ class BatchMaker:
             torch.tensor(x, dtype=torch.float32, device=device)[None, :, None, None] for x in (view.mean, view.std)
         )
         self.fill = (self.mean * 255).round().clamp(0, 255)
-        self.draws = _Columns(self._plan(), seed, device)
-        self.noise, self.mix = (torch.tensor(chance.key(purpose, seed), device=device) for purpose in ("noise", "mix"))
-        self.steps = torch.arange(max(mixing.DRAWS, math.ceil(view.channels / 3) * view.size**2), device=device)
+        self.keys = {purpose: torch.tensor(chance.key(purpose, seed), device=device) for purpose in PURPOSES}
+        self.steps = torch.arange(max(MOST_DRAWS, math.ceil(view.channels / 3) * view.size**2), device=device)
         self.mixup = mixing.beta_quantiles(augment.mixup).to(device) if augment.mixup else None
         self.cutmix = mixing.beta_quantiles(augment.cutmix).to(device) if augment.cutmix else None
         self.make: Callable[[Tensor, Tensor, Tensor, Tensor], Made] = self._make
@@ -82,31 +85,20 @@ class BatchMaker:
             backend = compiled if isinstance(compiled, str) else "inductor"
             self.make = torch.compile(self._make, fullgraph=True, dynamic=False, backend=backend)
 
-    def _plan(self) -> dict[str, int]:
-        """How many draws each part of the augmentation takes of a sample."""
-        augment = self.augment
-        return {
-            "crop": 2 * bool(augment.crop_padding),
-            "flip": 1 * bool(augment.flip),
-            "resized crop": geometry.BOX_DRAWS * bool(augment.resized_crop),
-            "turn": 4 * augment.moves,
-            "rand augment": DRAWS * self.policy.layers if self.policy else 0,
-            "color jitter": 3 * bool(augment.color_jitter and not self.policy),
-            "erase": erasing.ERASE_DRAWS * bool(augment.reprob),
-            "cutout": 2 * bool(augment.cutout),
-        }
-
     def _make(self, pixels: Tensor, sample: Tensor, position: Tensor, epoch: Tensor) -> Made:
         index = sample & (chance.COPY - 1)
         rows = index if self.resident else torch.arange(len(sample), device=sample.device)
-        draws = self.draws(epoch, sample)
-        images = self._values(self._places(pixels, rows, draws), draws)
+
+        def draw(purpose: str, draws: int) -> Tensor:
+            return chance.draw(self.keys[purpose], epoch, sample, self.steps[:draws])
+
+        images = self._values(self._places(pixels, rows, draw), draw)
         images = (images.to(torch.float32) / 255 - self.mean) / self.std
         if self.augment.reprob:
-            noise = erasing.normal_noise(self.noise, epoch, sample, self.steps, *images.shape[1:])
-            images = erasing.erase(images, draws["erase"], noise, self.augment.reprob)
+            noise = erasing.normal_noise(self.keys["noise"], epoch, sample, self.steps, *images.shape[1:])
+            images = erasing.erase(images, draw("erase", erasing.ERASE_DRAWS), noise, self.augment.reprob)
         if self.augment.cutout:
-            images = erasing.cutout(images, draws["cutout"], self.augment.cutout)
+            images = erasing.cutout(images, draw("cutout", 2), self.augment.cutout)
 
         labels = self.labels[index]
         targets = (labels[:, None] == torch.arange(self.classes, device=labels.device)).to(torch.float32)
@@ -114,14 +106,16 @@ class BatchMaker:
             images, targets = self._mixed(images, targets, position, epoch)
         return images, targets, labels
 
-    def _places(self, pixels: Tensor, rows: Tensor, draws: dict[str, Tensor]) -> Tensor:
+    def _places(self, pixels: Tensor, rows: Tensor, draw: Draw) -> Tensor:
         """Crops, mirrors and moves: (b, channels, size, size) uint8."""
         augment, view = self.augment, self.view
-        mirrored = draws["flip"][:, 0] < augment.flip if augment.flip else torch.zeros_like(rows, dtype=torch.bool)
+        mirrored = draw("flip", 1)[:, 0] < augment.flip if augment.flip else torch.zeros_like(rows, dtype=torch.bool)
         if augment.crop_padding or augment.flip:
             down = right = torch.zeros_like(rows)
             if augment.crop_padding:
-                down, right = (geometry.integers(draws["crop"], 2 * augment.crop_padding + 1) - augment.crop_padding).unbind(1)
+                down, right = (geometry.integers(draw("crop", 2), 2 * augment.crop_padding + 1) - augment.crop_padding).unbind(
+                    1
+                )
             images = geometry.take(pixels, rows, down, right, mirrored)
         else:
             images = pixels[rows] if self.resident else pixels
@@ -133,10 +127,10 @@ class BatchMaker:
         h, w = images.shape[-2:]
         box: Tensor | tuple[float, float, float, float] = geometry.middle_box(h, w)
         if augment.resized_crop:
-            box = geometry.resized_boxes(draws["resized crop"], h, w, augment.resized_crop)
+            box = geometry.resized_boxes(draw("resized crop", geometry.BOX_DRAWS), h, w, augment.resized_crop)
             left = torch.where(mirrored, w - box[:, 1] - box[:, 3], box[:, 1])  # of the image as it was before the mirror
             box = torch.stack((box[:, 0], left, box[:, 2], box[:, 3]), 1)
-        turn = 2 * draws["turn"] - 1
+        turn = 2 * draw("turn", 4) - 1
         return geometry.warp(
             images,
             box,
@@ -147,33 +141,20 @@ class BatchMaker:
             interpolation=augment.interpolation,
         )
 
-    def _values(self, images: Tensor, draws: dict[str, Tensor]) -> Tensor:
+    def _values(self, images: Tensor, draw: Draw) -> Tensor:
         """RandAugment, or else colour jitter."""
         if self.policy is not None:
-            return rand_augment(images, draws["rand augment"], self.policy, self.fill, self.augment.interpolation)
+            draws = draw("rand augment", DRAWS * self.policy.layers)
+            return rand_augment(images, draws, self.policy, self.fill, self.augment.interpolation)
         if self.augment.color_jitter:
-            return color.color_jitter(images, draws["color jitter"], self.augment.color_jitter)
+            return color.color_jitter(images, draw("color jitter", 3), self.augment.color_jitter)
         return images
 
     def _mixed(self, images: Tensor, targets: Tensor, position: Tensor, epoch: Tensor) -> tuple[Tensor, Tensor]:
         augment = self.augment
         unit = position[::2] // 2 if augment.mixup_mode == "pair" else position[:1] // self.batch_size
-        draws = chance.draw(self.mix, epoch, unit, self.steps[: mixing.DRAWS])
+        draws = chance.draw(self.keys["mix"], epoch, unit, self.steps[: mixing.DRAWS])
         share, mean = mixing.shares(
             draws, self.mixup, self.cutmix, augment.mixup_prob, augment.mixup_switch_prob, *images.shape[-2:]
         )
         return mixing.mix(images, targets, share, mean, augment.mixup_mode)
-
-
-class _Columns:
-    """All draws of a sample at once, then apart: {purpose: (b, draws)}, the bits of `chance.uniform` for each purpose."""
-
-    def __init__(self, plan: dict[str, int], seed: int, device: torch.device) -> None:
-        keys = [chance.key(purpose, seed) for purpose, draws in plan.items() for _ in range(draws)]
-        steps = [step for draws in plan.values() for step in range(draws)]
-        self.plan = plan
-        self.keys, self.steps = (torch.tensor(x, dtype=torch.int64, device=device) for x in (keys, steps))
-
-    def __call__(self, epoch: Tensor, sample: Tensor) -> dict[str, Tensor]:
-        parts = chance.draw(self.keys, epoch, sample, self.steps).split(list(self.plan.values()), 1)
-        return dict(zip(self.plan, parts, strict=True))

@@ -1,7 +1,7 @@
 """Randomness by index: every draw is a function of (purpose, seed, epoch, index) alone, never of what was drawn before.
 
     uniform(purpose, seed, epoch, index, draws)   (n, draws) float32 in [0, 1), whole batches, the same bits on every device
-    draw(key, epoch, index, step)                 the same for draws of several purposes at once, inside a compiled function
+    draw(key, epoch, index, step)                 the same, by the key of purpose and seed, inside a compiled function
     permutation(purpose, seed, epoch, n)          an order of 0..n-1, int64 on the CPU
     small_seed(*parts)                            32 bits, for code that asks for a seed
 
@@ -36,10 +36,8 @@ def key(purpose: str, seed: int) -> int:
 
 
 def words(key: int | Tensor, epoch: int | Tensor, index: Tensor, step: Tensor) -> Tensor:
-    """All 64 bits of each draw, int64 (n, k). `step` (k,) numbers the draws; `key` is one, or (k,): one for each of them;
-    `epoch` is one, or (n,): one for each index."""
+    """All 64 bits of each draw, int64 (n, k). `step` (k,) numbers the draws."""
     epoch = epoch if isinstance(epoch, Tensor) else torch.full((), epoch, dtype=torch.int64, device=index.device)
-    epoch = epoch.unsqueeze(-1) if epoch.dim() else epoch
     stream = _mix((_mix(epoch * GOLDEN + key) + index.unsqueeze(-1)) * GOLDEN)
     return _mix((stream + step) * GOLDEN)  # inductor multiplies a bare arange by a constant in numbers that do not wrap
 
