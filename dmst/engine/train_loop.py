@@ -319,7 +319,6 @@ class _Run:
         for note in self.stream.notes:
             self.watch.say(note)
         batches, clock = self.stream.batches(self.step, self.steps), Clock()
-        self.watch.begin(self.step, self.steps)
         try:
             while self.step < self.steps:
                 metrics, lr = self._take_step(batches)
@@ -390,7 +389,6 @@ class _Run:
         self.epoch_sums = [0.0, 0.0, 0.0]
         values: dict[str, Any] = {"epoch": epoch, "train_loss": loss / max(count, 1), "train_accuracy": right / max(count, 1)}
         if self.eval_stream is not None:
-            self.watch.pause("evaluating")
             self._score()
             values |= {name: score.to_dict() for name, score in self.scores.items()}
             choice = self.train_step.choice
@@ -431,7 +429,6 @@ class _Run:
         return weights | {"optim": self.train_step.optimizer.state()}
 
     def _save(self) -> None:
-        self.watch.pause("saving")
         tensors = self._tensors()
         if self.group.world > 1 and not self.group.all_same(hashlib.sha256(to_bytes(tensors["model"])).hexdigest()):
             raise NonFiniteError(f"after step {self.step} the processes have different weights: the run stops, unsaved.")
