@@ -15,8 +15,8 @@ from pathlib import Path
 from heads_off import every_head, right
 
 from dmst import provenance
-from dmst.analysis.foreground import foreground
 from dmst.analysis.running import plain
+from dmst.analysis.scored import foreground
 from dmst.engine.prepare import read_weights
 from dmst.engine.samples import sample
 

@@ -202,9 +202,12 @@ def _gallery(
             some = pick(images, chosen)
             says = [class_name(classes, i) for i in found.says[chosen].tolist()]
             names = [class_name(classes, i) for i in found.labels[chosen].tolist()] if found.labelled else says
-            names, kind = ([titles[i] for i in chosen], "") if titles else (names, "label")
-            shown = photos(model, some, names, says, found.sure[chosen].tolist(), kind)
-            yield {"heading": heading, "photos": shown, "maps": maps_of(model, some)}
+            names, kind = ([short(titles[i], LETTERS) for i in chosen], "") if titles else (names, "label")
+            photos = [
+                {"pixels": pixels_of(model, image), "name": name, "kind": kind, "answer": answer, "sure": sure}
+                for image, name, answer, sure in zip(some, names, says, found.sure[chosen].tolist(), strict=True)
+            ]
+            yield {"heading": heading, "photos": photos, "maps": maps_of(model, some)}
 
 
 def pick(images: Batches, chosen: Sequence[int]) -> Tensor:
@@ -220,18 +223,6 @@ def pick(images: Batches, chosen: Sequence[int]) -> Tensor:
 
 def class_name(classes: Sequence[str], label: int) -> str:
     return short(classes[label], LETTERS) if label < len(classes) else f"class {label}"
-
-
-def photos(
-    model: VisionModel, images: Tensor, names: Sequence[str], answers: Sequence[str], sure: Sequence[float], kind: str = "label"
-) -> list[dict[str, Any]]:
-    """Each image with its name and its answer; `kind` says what its name is: "label", or "" for a title of its own."""
-    found = []
-    for image, name, answer, share in zip(images, names, answers, sure, strict=True):
-        pixels = pixels_of(model, image)
-        pixels = fit(pixels, PHOTO) if max(pixels.shape) > PHOTO else pixels
-        found.append({"pixels": pixels, "name": short(name, LETTERS), "kind": kind, "answer": answer, "sure": share})
-    return found
 
 
 def maps_of(model: VisionModel, images: Tensor) -> dict[str, Any] | None:
@@ -264,8 +255,9 @@ def maps_of(model: VisionModel, images: Tensor) -> dict[str, Any] | None:
 
 
 def pixels_of(model: VisionModel, normalised: Tensor) -> Pixels:
-    """An image (c, h, w), normalised for the model, as pixels (h, w, 3); grey where it has one channel."""
+    """An image (c, h, w), normalised for the model, as pixels (h, w, 3), made small; grey where it has one channel."""
     mean, std = (torch.tensor(model.pretrained_cfg[name], dtype=torch.float64).view(-1, 1, 1) for name in ("mean", "std"))
     values = (normalised.detach().double().cpu() * std + mean).nan_to_num().clamp(0, 1)
     values = values[:3] if len(values) >= 3 else values[:1].expand(3, -1, -1)
-    return (values * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+    pixels = (values * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+    return fit(pixels, PHOTO) if max(pixels.shape) > PHOTO else pixels

@@ -18,10 +18,9 @@ from dmst.terminal import Terminal, say
 from dmst.words import fitting, visible
 
 if TYPE_CHECKING:
-    from dmst.analysis.foreground import Foreground
     from dmst.analysis.rates import LayerRates
     from dmst.analysis.running import Numbers
-    from dmst.analysis.scored import Interval
+    from dmst.analysis.scored import Foreground, Interval
     from dmst.engine.samples import Sample
     from dmst.models import VisionModel
 
@@ -431,8 +430,8 @@ def scored(
     Patches are hidden or shown in the order of a map, and the probability of the predicted class is measured. A gain above 0
     means: better than a random order, or better than starting at the centre of the image.
     """
-    from dmst.analysis.foreground import foreground as against_masks
     from dmst.analysis.running import plain
+    from dmst.analysis.scored import foreground as against_masks
     from dmst.analysis.scored import scored as curves
     from dmst.errors import choose
 

@@ -46,14 +46,14 @@ def reproduce(
     from dmst.atomic import write_text
     from dmst.errors import DmstError, OptionError, choose
     from dmst.reproduce import ledger
-    from dmst.reproduce.render import markdown, runs_of, svg
+    from dmst.reproduce.render import markdown, svg
     from dmst.reproduce.run import run_table
     from dmst.reproduce.tables import TABLES
 
     if listed:
         lines, grid = ledger.read(folder), Grid("table", "title", "cells", "runs finished")
         for name, each in TABLES.items():
-            done = sum(len(runs_of(each, cell, lines)) for cell in each.cells)
+            done = sum(len(each.runs_of(cell, lines)) for cell in each.cells)
             grid.add_row(name, each.title, str(len(each.cells)), f"{done} of {sum(cell.seeds for cell in each.cells)}")
         Terminal().print(grid)
         return

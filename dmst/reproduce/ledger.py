@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +71,3 @@ def config_of(recipe: Recipe) -> str:
     tables = recipe.tables(promise=False)
     kept = {name: {key: x for key, x in table.items() if (name, key) != ("run", "seed")} for name, table in tables.items()}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def runs_of(lines: Iterable[Line], config: str) -> dict[int, Line]:
-    """By seed, the first run of a config: a second one of the same seed does not count."""
-    found: dict[int, Line] = {}
-    for line in lines:
-        if line["config"] == config:
-            found.setdefault(line["seed"], line)
-    return found

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from dmst.analysis import report
 from dmst.reproduce import ledger
-from dmst.reproduce.tables import LAYERS, TABLES, Cell, Table
+from dmst.reproduce.tables import LAYERS, TABLES, Cell
 
 # Student's t at 97.5 %, for 1 to 9 degrees of freedom
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -22,7 +22,7 @@ COLOURS = ("#0072B2", "#D55E00")  # of the two cells whose means are drawn throu
 def markdown(name: str, lines: Sequence[ledger.Line]) -> str:
     """A table with its title, its cells, its gaps, what its layers do, and where the runs come from."""
     table = TABLES[name]
-    runs = {cell.name: runs_of(table, cell, lines) for cell in table.cells}
+    runs = {cell.name: table.runs_of(cell, lines) for cell in table.cells}
     out = [f"# {table.title}", "", *([table.note, ""] if table.note else [])]
     what = f"difference to {table.against}, 95 % interval" if table.against else "difference, 95 % interval"
     out += [f"| | paper | published baseline | ours, top-1 % (mean ± std) | runs | {what} | train loss | parameters |"]
@@ -39,7 +39,7 @@ def markdown(name: str, lines: Sequence[ledger.Line]) -> str:
 def svg(name: str, lines: Sequence[ledger.Line]) -> str:
     """Cells from best to worst, one row each."""
     table = TABLES[name]
-    found = {cell.name: runs_of(table, cell, lines) for cell in table.cells}
+    found = {cell.name: table.runs_of(cell, lines) for cell in table.cells}
     scores = {cell: [100 * runs[seed]["metrics"]["top1"] for seed in sorted(runs)] for cell, runs in found.items() if runs}
     means = {cell: statistics.fmean(each) for cell, each in scores.items()}
     every = [score for each in scores.values() for score in each]
@@ -86,11 +86,6 @@ def by_layer(name: str, runs: dict[str, list[ledger.Line]]) -> list[str]:
         f"| {cell} | {' | '.join('-' if math.isnan(x) else f'{scale * x:.1f}' for x in values)} |"
         for cell, values in rows.items()
     ]
-
-
-def runs_of(table: Table, cell: Cell, lines: Sequence[ledger.Line]) -> dict[int, ledger.Line]:
-    found = ledger.runs_of(lines, table.config_of(cell))
-    return {seed: line for seed, line in found.items() if seed < cell.seeds}
 
 
 def spread(values: Sequence[float]) -> str:

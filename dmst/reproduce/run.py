@@ -52,7 +52,7 @@ def missing(table: Table, lines: Sequence[ledger.Line]) -> list[tuple[Cell, int]
     """The cells and seeds that no line is of."""
     found = []
     for cell in table.cells:
-        done = ledger.runs_of(lines, table.config_of(cell))
+        done = table.runs_of(cell, lines)
         found += [(cell, seed) for seed in range(cell.seeds) if seed not in done]
     return found
 
@@ -89,7 +89,7 @@ def run(job: Job) -> tuple[bool, str]:
     """Train, and add the line to the ledger. Whether all is well, and what came out, or why nothing did, in words."""
     config = job.table.config_of(job.cell)
     folder = job.folder / ".runs" / f"{config}-{job.seed}"
-    if job.seed in ledger.runs_of(ledger.read(job.folder), config):
+    if job.seed in job.table.runs_of(job.cell, ledger.read(job.folder)):
         return True, "done by another process"
     try:
         return True, _trained(job, folder)

@@ -51,6 +51,14 @@ class Table:
         """The runs of a cell in the ledger have this hash, whatever their seed."""
         return ledger.config_of(self.recipe_of(cell))
 
+    def runs_of(self, cell: Cell, lines: Sequence[ledger.Line]) -> dict[int, ledger.Line]:
+        """By seed, the first run of a cell: a second one of the same seed does not count."""
+        config, found = self.config_of(cell), dict[int, ledger.Line]()
+        for line in lines:
+            if line["config"] == config and line["seed"] < cell.seeds:
+                found.setdefault(line["seed"], line)
+        return found
+
     def changes_of(self, cell: Cell, seed: int) -> list[str]:
         """A run that starts from other weights is another run, so the hash of those is in its recipe."""
         start = [f'model.init_from="the weights of {cell.start}, {config_of_best(cell.start)}"'] if cell.start else []

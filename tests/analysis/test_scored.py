@@ -12,9 +12,20 @@ from torch import Tensor
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from dmst.analysis.foreground import BORDER, foreground, measures
 from dmst.analysis.membership import attention_received, drawn, maps
-from dmst.analysis.scored import Interval, Score, Scores, areas, bootstrap, interpolated, orders_of, scored
+from dmst.analysis.scored import (
+    BORDER,
+    Interval,
+    Score,
+    Scores,
+    areas,
+    bootstrap,
+    foreground,
+    interpolated,
+    measures,
+    orders_of,
+    scored,
+)  # fmt: skip
 from dmst.cli import app
 from dmst.data.loader import EvalStream, View
 from dmst.data.sets import ArraySet
@@ -239,7 +250,7 @@ def test_foreground_reads_the_maps_of_the_trace(family: str) -> None:
 
 def test_a_head_is_not_chosen_on_the_images_it_is_scored_on() -> None:
     """Pure noise: the best of many heads on the same images would look good; chosen on the others it has no lead."""
-    from dmst.analysis.foreground import _cross_chosen
+    from dmst.analysis.scored import _cross_chosen
 
     noise = np.random.default_rng(0).random((40, 500))
     chosen, _ = _cross_chosen(noise)
