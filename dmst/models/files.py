@@ -73,13 +73,11 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
     return atomic.write_folder(folder, [(WEIGHTS, weights), (CONFIG, config)], len(weights) + len(config))
 
 
-def load_model(
-    folder: str | Path, *, num_classes: int | None = None, unverified: bool = False, device: Any = None
-) -> VisionModel:
+def load_model(folder: str | Path, *, unverified: bool = False, device: Any = None) -> VisionModel:
     """The model saved in `folder`, or in final/ of a finished run, in evaluation mode.
 
-    `num_classes` asks for a count: another one is refused, `model.reset_classifier` changes it afterwards. `unverified` admits
-    a folder of the same form without hashes, such as timm's `save_for_hf(..., safe_serialization=True)` writes.
+    `unverified` admits a folder of the same form without hashes, such as timm's `save_for_hf(..., safe_serialization=True)`
+    writes. For other classes: `model.reset_classifier`.
     """
     folder = _found(Path(folder))
     told = _read_config(folder / CONFIG, unverified)
@@ -91,11 +89,6 @@ def load_model(
             config = _foreign_config(folder / CONFIG, told)
     except TypeError as error:  # a keyword that no signature takes
         raise BadFileError(f"{folder / CONFIG} is not a valid config: {error}.") from error
-    if num_classes not in (None, config.num_classes):
-        raise OptionError(
-            f"num_classes is {num_classes}, and the weights in {folder} have {config.num_classes}: "
-            f"load them without it, then model.reset_classifier({num_classes})."
-        )
     model = VisionModel(config, device="meta")
     path, wanted = folder / WEIGHTS, model.state_dict()
     most = LONGEST_HEADER + 8 * sum(x.numel() for x in wanted.values())

@@ -124,14 +124,6 @@ def test_saving_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items()) and same(loaded, model)
 
 
-def test_another_number_of_classes_is_named(folder: Path) -> None:
-    with pytest.raises(
-        OptionError, match=r"num_classes is 10, and the weights .*saved have 3: .*model\.reset_classifier\(10\)"
-    ):
-        load_model(folder, num_classes=10)
-    assert load_model(folder, num_classes=3).num_classes == 3
-
-
 def test_layout(tmp_path: Path) -> None:
     """Two files; the hashes are what their names say, by a second reading of the format."""
     model = create_model("vit_tiny", **SMALL)
