@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dmst import atomic
+from dmst.engine.checkpoint import RunFolder
 from dmst.errors import FullDiskError, SaveError, need
 
 NAME = "journal.jsonl"
@@ -29,33 +30,27 @@ Listener = Callable[[dict[str, Any], int], None]
 
 
 class Journal:
-    def __init__(
-        self, folder: Path | None, listeners: Sequence[Listener] = (), check: Callable[[Path, int], None] | None = None
-    ) -> None:
-        self.path = None if folder is None else folder / NAME  # None: another process writes it
-        self.listeners = listeners
-        self.check = check  # of (path, bytes) before a line is written: may the folder be written to?
-        self.keep_going = False
+    def __init__(self, folder: RunFolder | None, listeners: Sequence[Listener] = (), keep_going: bool = False) -> None:
+        self.folder = folder  # None: another process writes it
+        self.path = None if folder is None else folder.path / NAME
+        self.listeners, self.keep_going = listeners, keep_going
 
     def take_back(self, step: int, *, ended: bool = False) -> list[dict[str, Any]]:
         """Drop what came after `step`, a line that a kill cut off, and the "end" of a run that went on; returns the rest."""
-        if self.path is None or not os.path.lexists(self.path):
+        if self.folder is None or self.path is None or not os.path.lexists(self.path):
             return []
         raw = atomic.read(self.path)  # and no link
         kept = [event for event in _events(raw) if event["step"] <= step and (ended or event["event"] != "end")]
         text = "".join(map(_line, kept)).encode()
         if text != raw:
-            if self.check:
-                self.check(self.path, len(text))
-            atomic.write_bytes(self.path, text)
+            self.folder.write_text(self.path, text.decode())
         return kept
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        if self.path is None:
+        if self.folder is None or self.path is None:
             return
         line = _line({"event": event, "step": step, "time": round(time.time(), 3), **values})
-        if self.check:
-            self.check(self.path, len(line))
+        self.folder.check_held(self.path, len(line))
         try:
             if self.path.is_symlink():
                 raise OSError(errno.ELOOP, "it is a link, and links are not followed")

@@ -14,13 +14,12 @@ import torch
 
 from dmst import atomic
 from dmst.data import catalog, chance
-from dmst.data.loader import Shard, TrainStream, View
+from dmst.data.loader import View
 from dmst.data.scan import Scanned, scan_all
 from dmst.data.scan import look as look_at
 from dmst.data.sets import ImageSet, split_off, subset
 from dmst.engine import journal
 from dmst.engine.checkpoint import RunFolder
-from dmst.engine.distributed import Group
 from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
 from dmst.models import ModelConfig, VisionModel, load_model, model_config, shipped
@@ -194,23 +193,6 @@ def view_of(model: VisionModel, crop_pct: float = 0.0) -> View:
         tuple(told["std"]),
         crop_pct or told["crop_pct"],
         told["interpolation"],
-    )
-
-
-def train_stream(model: VisionModel, recipe: Recipe, sets: Sets, group: Group, workers: int = 0) -> TrainStream:
-    """The batches that a recipe trains on."""
-    run, on_gpu = recipe.run, group.device.type == "cuda"
-    return TrainStream(
-        sets.good_train,
-        view_of(model, recipe.data.crop_pct),
-        recipe.augment,
-        batch_size=run.batch_size,
-        seed=run.seed,
-        shard=Shard(group.rank, group.world, run.accumulate),
-        device=group.device,
-        path=recipe.data.path,
-        workers=workers,
-        compiled=run.compile or (run.graph and on_gpu),
     )
 
 

@@ -9,7 +9,7 @@
     from_toml(recipe.to_toml(), "again") == recipe
 
 Keys keep timm's words where timm has one. [augment] is stated beside the code that does it, dmst/data/augment.py. Whatever is
-wrong is a ConfigError that names file, key or line, and rule. dmst/recipes holds the recipes that ship.
+wrong in it is a ConfigError that names file, key or line, and rule. dmst/recipes holds the recipes that ship.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from dmst import atomic
 from dmst.data.augment import Augment
 from dmst.errors import ConfigError, OptionError, choose, shown, unknown_name
 from dmst.models.config import ModelConfig
@@ -138,8 +139,9 @@ class Recipe:
             if not holds:
                 values = ", ".join(f"{key} is {_toml(self._get(key))}" for key in keys.split())
                 raise ConfigError("", keys.split()[0], f"{values}: {reason}.")
-        for option in self.model.options.keys() & ELSEWHERE.keys():
-            raise ConfigError("", f"model.options.{option}", f"model.options.{option} is no option here: {ELSEWHERE[option]}.")
+        for option in self.model.options.keys() & ELSEWHERE:
+            key = f"model.options.{option}"
+            raise ConfigError("", key, f"{key} is no option here: the data decides, or model.name, or data.image_size.")
         with reported("", "model.name"):
             config = model_config(self.model.name)
         with reported("", "model.options"):
@@ -214,14 +216,7 @@ class Recipe:
 
 
 # fields of a ModelConfig that a recipe states in another place
-ELSEWHERE = {
-    "name": "it is model.name",
-    "img_size": "it is data.image_size",
-    "num_classes": "the data decides",
-    "in_chans": "the data decides",
-    "self": "none has this name",
-    "operator_options": "write them one by one, beside the others",
-}
+ELSEWHERE = {"name", "img_size", "num_classes", "in_chans", "self", "operator_options"}
 
 
 @contextmanager
@@ -244,7 +239,7 @@ def read_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     if name in shipped:
         return _build(shipped[name], f"recipe {name}", overrides)
     if name.endswith(".toml"):
-        return _build(_read(Path(name)), name, overrides)
+        return _build(atomic.read(Path(name), most=FILE, links=True), name, overrides)
     raise ConfigError("", name, f"{unknown_name('recipe', name, shipped)} Or give the path of a .toml file.")
 
 
@@ -261,16 +256,6 @@ def list_recipes() -> dict[str, Recipe]:
 def _shipped() -> dict[str, bytes]:
     folder = resources.files("dmst") / "recipes"
     return {file.name.removesuffix(".toml"): file.read_bytes() for file in folder.iterdir() if file.name.endswith(".toml")}
-
-
-def _read(path: Path) -> bytes:
-    try:
-        if not path.is_file():  # a pipe would wait for ever
-            raise ConfigError(str(path), "", "there is no such file.")
-        with path.open("rb") as file:
-            return file.read(FILE + 1)
-    except OSError as error:
-        raise ConfigError(str(path), "", f"it could not be read ({error.strerror}).") from error
 
 
 def _parse(data: bytes, source: str) -> dict[str, Any]:

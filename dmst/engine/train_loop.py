@@ -32,7 +32,7 @@ from torch import Tensor
 
 import dmst
 from dmst import atomic, provenance
-from dmst.data.loader import Batch, EvalStream, Shard
+from dmst.data.loader import Batch, EvalStream, Shard, TrainStream
 from dmst.engine import journal, prepare
 from dmst.engine.checkpoint import RunFolder, State
 from dmst.engine.console import Clock, Quiet
@@ -91,8 +91,7 @@ def train(
         with group.together("opening the folder"):
             if group.main:
                 stack.enter_context(folder)
-        log = journal.Journal(folder.path if group.main else None, listeners, folder.check_held)
-        log.keep_going = keep_going_on_full_disk
+        log = journal.Journal(folder if group.main else None, listeners, keep_going_on_full_disk)
         run = _Run(recipe, folder, group, log, watch if watch is not None and group.main else Quiet(), probes or {}, stop_rule)
         with group.together("comparing the recipe"):
             run.check_recipe(allow_config_change)
@@ -188,15 +187,18 @@ class _Run:
             model = prepare.build_model(recipe, self.sets.train.classes, self.sets.channels).to(group.device, dtype)
         with group.together("preparing to train"):  # if one process fails here, the others must not wait for it
             self.train_step = TrainStep(model, recipe, group)
-            self.stream = prepare.train_stream(model, recipe, self.sets, group, workers)
+            view = prepare.view_of(model, recipe.data.crop_pct)
+            places: dict[str, Any] = {"device": group.device, "path": recipe.data.path, "workers": workers}
+            self.stream = TrainStream(
+                self.sets.good_train, view, recipe.augment, batch_size=run.batch_size, seed=run.seed,
+                shard=Shard(group.rank, group.world, run.accumulate),
+                compiled=run.compile or (run.graph and group.device.type == "cuda"), **places,
+            )  # fmt: skip
             self.steps = recipe.schedule.epochs * self.stream.steps_per_epoch
             self.eval_stream = None
             if (held := self.sets.good_eval) is not None:
                 size = run.eval_batch_size or run.batch_size // run.accumulate // group.world
-                self.eval_stream = EvalStream(
-                    held, self.stream.view, batch_size=size, shard=Shard(group.rank, group.world), device=group.device,
-                    path=recipe.data.path, workers=workers,
-                )  # fmt: skip
+                self.eval_stream = EvalStream(held, view, batch_size=size, shard=Shard(group.rank, group.world), **places)
 
     def resume(self, allow_change: bool) -> None:
         """The newest checkpoint, from the main process to all; the journal up to there."""
@@ -469,7 +471,6 @@ class _Run:
         final = self.folder.path / FINAL
         with self.group.together("saving the model"):
             if self.group.main and not self.ended:
-                self.folder.check_held(final)
                 self._prune()  # a kill may have come between the last checkpoint and this
                 save_model(model, final, overwrite=True)
                 values = {name: each.to_dict() for name, each in self.scores.items()}

@@ -76,6 +76,8 @@ def judged(read: Callable[[], Recipe], place: Callable[[ConfigError], None]) -> 
         recipe, error = read(), None
     except ConfigError as refusal:
         recipe, error = None, refusal
+    except BadFileError:  # too large, or a pickle: nothing of it was parsed
+        recipe, error = None, None
     took = time.process_time() - begun
     assert took < SECONDS, f"it took {took:.2f} s"
     if recipe is not None:

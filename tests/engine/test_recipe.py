@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmst.engine.recipe import SECTIONS, Promise, Recipe, differences, from_toml, help_text, list_recipes, read_recipe
-from dmst.errors import ConfigError, OptionError
+from dmst.errors import BadFileError, ConfigError, OptionError
 from dmst.models.vision import VisionModel
 from dmst.settings import TEXT, rule_in_words
 
@@ -212,16 +212,15 @@ NO_FILES: dict[str, Callable[[Path], Any]] = {"nothing": lambda path: None, "a f
 def test_no_file(what: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     NO_FILES[what](path)
-    with pytest.raises(ConfigError, match="there is no such file") as caught:
+    with pytest.raises(BadFileError, match=rf"^{path} (cannot be read .No such file|is not a plain file)"):
         read_recipe(path)
-    assert caught.value.file == str(path)
 
 
 def test_a_file_without_end_is_read_no_further_than_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "big.toml"
     path.touch()
     os.truncate(path, 1 << 40)  # a hole: a terabyte to read, nothing on the disk
-    with pytest.raises(ConfigError, match="more than 16,384 bytes"):
+    with pytest.raises(BadFileError, match="instead of at most 16,384"):
         read_recipe(path)
 
 
