@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmst.data import chance, color, erasing, geometry, mixing
+from dmst.data import chance, geometry, mixing
 from dmst.data.augment import Augment
-from dmst.data.rand_augment import DRAWS, rand_augment, read_policy
+from dmst.data.rand_augment import DRAWS, color_jitter, rand_augment, read_policy
 
 PURPOSES = ("crop", "flip", "resized crop", "turn", "rand augment", "color jitter", "erase", "noise", "cutout", "mix")
 MOST_DRAWS = 128  # of one purpose, but for noise
@@ -95,10 +95,10 @@ class BatchMaker:
         images = self._values(self._places(pixels, rows, draw), draw)
         images = (images.to(torch.float32) / 255 - self.mean) / self.std
         if self.augment.reprob:
-            noise = erasing.normal_noise(self.keys["noise"], epoch, sample, self.steps, *images.shape[1:])
-            images = erasing.erase(images, draw("erase", erasing.ERASE_DRAWS), noise, self.augment.reprob)
+            noise = mixing.normal_noise(self.keys["noise"], epoch, sample, self.steps, *images.shape[1:])
+            images = mixing.erase(images, draw("erase", mixing.ERASE_DRAWS), noise, self.augment.reprob)
         if self.augment.cutout:
-            images = erasing.cutout(images, draw("cutout", 2), self.augment.cutout)
+            images = mixing.cutout(images, draw("cutout", 2), self.augment.cutout)
 
         labels = self.labels[index]
         targets = (labels[:, None] == torch.arange(self.classes, device=labels.device)).to(torch.float32)
@@ -147,7 +147,7 @@ class BatchMaker:
             draws = draw("rand augment", DRAWS * self.policy.layers)
             return rand_augment(images, draws, self.policy, self.fill, self.augment.interpolation)
         if self.augment.color_jitter:
-            return color.color_jitter(images, draw("color jitter", 3), self.augment.color_jitter)
+            return color_jitter(images, draw("color jitter", 3), self.augment.color_jitter)
         return images
 
     def _mixed(self, images: Tensor, targets: Tensor, position: Tensor, epoch: Tensor) -> tuple[Tensor, Tensor]:

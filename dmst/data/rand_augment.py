@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from dmst.data import color
 from dmst.data.geometry import integers, sample
 from dmst.errors import OptionError
 
@@ -94,8 +94,8 @@ def operate(
 
     out = _tables(images, operation, level, factor, increasing)
     out = out.gather(2, images.flatten(2).to(torch.int64)).unflatten(2, images.shape[2:])
-    out = torch.where(chosen("Color"), color.blend(color.grey(images), images, factor).to(torch.uint8), out)
-    out = torch.where(chosen("Sharpness"), color.blend(color.smooth(images), images, factor).to(torch.uint8), out)
+    out = torch.where(chosen("Color"), blend(grey(images), images, factor).to(torch.uint8), out)
+    out = torch.where(chosen("Sharpness"), blend(smooth(images), images, factor).to(torch.uint8), out)
     moved = _moved(images, operation, signed, fill, interpolation)
     return torch.where(chosen("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY"), moved, out)
 
@@ -112,7 +112,7 @@ def _tables(images: Tensor, operation: Tensor, level: Tensor, factor: Tensor, in
     threshold = (level * 256).to(torch.int32)
     threshold = 256 - threshold if increasing else threshold
     add = (level * 110).to(torch.int32)
-    mean = color.mean_grey(images)[..., 0]
+    mean = mean_grey(images)[..., 0]
     candidates = {
         "AutoContrast": torch.where(high > low, (value - low) * 255 // (high - low).clamp(min=1), value),
         "Equalize": _equalized(histogram, high, value),
@@ -120,8 +120,8 @@ def _tables(images: Tensor, operation: Tensor, level: Tensor, factor: Tensor, in
         "Posterize": value // step * step,
         "Solarize": torch.where(value < threshold, value, 255 - value),
         "SolarizeAdd": torch.where(value < 128, value + add, value),
-        "Contrast": color.blend(mean, value, factor).to(torch.int32),
-        "Brightness": color.blend(0.0, value, factor).to(torch.int32),
+        "Contrast": blend(mean, value, factor).to(torch.int32),
+        "Brightness": blend(0.0, value, factor).to(torch.int32),
     }
     table = value.expand(len(images), images.shape[1], 256)
     for name, candidate in candidates.items():
@@ -157,3 +157,43 @@ def _moved(images: Tensor, operation: Tensor, signed: Tensor, fill: Tensor, inte
     across = cos * (x - w / 2) - sin * (y - h / 2) + w / 2 + by("ShearX", 0.3) * y + by("TranslateX", 0.45 * w)
     down = sin * (x - w / 2) + cos * (y - h / 2) + h / 2 + by("ShearY", 0.3) * x + by("TranslateY", 0.45 * h)
     return sample(images, across, down, interpolation, fill)
+
+
+# --- what values become: blends as Pillow's ImageEnhance makes them ---------------------------------------------------
+
+
+def grey(images: Tensor) -> Tensor:
+    """Luminance, (b, 1, h, w) float32, whole numbers, by Pillow's weights; of one channel: that channel."""
+    if images.shape[1] == 1:
+        return images.to(torch.float32)
+    r, g, b = images.to(torch.int32).unbind(1)
+    return ((19595 * r + 38470 * g + 7471 * b + 0x8000) >> 16).unsqueeze(1).to(torch.float32)
+
+
+def mean_grey(images: Tensor) -> Tensor:
+    """Rounded mean luminance, (b, 1, 1, 1)."""
+    return (grey(images).mean((1, 2, 3), keepdim=True) + 0.5).floor()
+
+
+def smooth(images: Tensor) -> Tensor:
+    """Mean over 3 x 3 pixels, the middle one five times; pixels at the edge stay."""
+    x = images.to(torch.float32)
+    if min(x.shape[-2:]) < 3:
+        return x
+    inner = ((F.avg_pool2d(x, 3, 1) * 9 + x[..., 1:-1, 1:-1] * 4) / 13 + 0.5).floor()
+    out = x.clone()
+    out[..., 1:-1, 1:-1] = inner
+    return out
+
+
+def blend(plain: Tensor | float, images: Tensor, factor: Tensor) -> Tensor:
+    """plain + factor * (images - plain), cut off to 0..255 and to whole numbers; factor is (b, 1, 1, 1)."""
+    return (plain + factor * (images.to(torch.float32) - plain)).clamp(0, 255).floor()
+
+
+def color_jitter(images: Tensor, draws: Tensor, strength: float) -> Tensor:
+    """Brightness, contrast, then colour, each by its own factor from 1 - strength to 1 + strength; draws (b, 3)."""
+    factors = (1 + strength * (2 * draws - 1))[:, :, None, None, None]
+    images = blend(0.0, images, factors[:, 0]).to(torch.uint8)
+    images = blend(mean_grey(images), images, factors[:, 1]).to(torch.uint8)
+    return blend(grey(images), images, factors[:, 2]).to(torch.uint8)

@@ -13,9 +13,9 @@ import torch
 from PIL import Image, ImageEnhance
 from torch import Tensor
 
-from dmst.data import chance, color, erasing, geometry, mixing
+from dmst.data import chance, geometry, mixing
 from dmst.data.augment import Augment
-from dmst.data.rand_augment import NUMBER, OPERATIONS, operate, read_policy
+from dmst.data.rand_augment import NUMBER, OPERATIONS, color_jitter, operate, read_policy
 from dmst.errors import OptionError
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
@@ -233,14 +233,14 @@ def test_operations_are_those_of_timm(name: str, increasing: bool, theirs: Any, 
 
 def test_color_jitter_as_pillow_does() -> None:
     x, draws = pictures(5), chance.uniform("a", 0, 0, torch.arange(5), 3)
-    out = color.color_jitter(x, draws, 0.4)
+    out = color_jitter(x, draws, 0.4)
     for i in range(5):
         image = to_pillow(x[i])
         factors = [0.6 + 0.8 * u for u in draws[i].tolist()]
         for kind, factor in zip((ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color), factors, strict=True):
             image = kind(image).enhance(factor)
         assert off(out[i], from_pillow(image)).max() <= 1
-    assert torch.equal(color.color_jitter(x, torch.full((5, 3), 0.5), 0.4), x)
+    assert torch.equal(color_jitter(x, torch.full((5, 3), 0.5), 0.4), x)
 
 
 # --- rectangles ------------------------------------------------------------------------------------------------------
@@ -250,8 +250,8 @@ def test_erasing() -> None:
     n, h, w = 600, 40, 56
     index, key, epoch = torch.arange(n), torch.tensor(chance.key("noise", 0)), torch.tensor(3)
     images = torch.full((n, 3, h, w), 9.0)  # no noise is as large
-    noise = erasing.normal_noise(key, epoch, index, torch.arange(h * w), 3, h, w)
-    out = erasing.erase(images, chance.uniform("erase", 0, 3, index, erasing.ERASE_DRAWS), noise, 0.25)
+    noise = mixing.normal_noise(key, epoch, index, torch.arange(h * w), 3, h, w)
+    out = mixing.erase(images, chance.uniform("erase", 0, 3, index, mixing.ERASE_DRAWS), noise, 0.25)
     hit = out != 9
     assert torch.equal(hit.all(1), hit.any(1)) and torch.equal(out[hit], noise[hit])
     rows, columns = hit[:, 0].any(2), hit[:, 0].any(1)
@@ -268,18 +268,18 @@ def test_erasing() -> None:
 def test_noise_is_normal_and_of_every_channel() -> None:
     key, epoch = torch.tensor(chance.key("noise", 0)), torch.tensor(0)
     for c in (3, 1):
-        noise = erasing.normal_noise(key, epoch, torch.arange(10), torch.arange(33 * 31), c, 33, 31).double()
+        noise = mixing.normal_noise(key, epoch, torch.arange(10), torch.arange(33 * 31), c, 33, 31).double()
         assert noise.shape == (10, c, 33, 31)
         assert abs(noise.mean()) < 0.03 and abs(noise.var() - 1) < 0.05 and abs((noise**4).mean() - 3) < 0.3
         assert 3 < noise.abs().max() < 6
-    noise = erasing.normal_noise(key, epoch, torch.arange(10), torch.arange(33 * 31), 3, 33, 31).double()
+    noise = mixing.normal_noise(key, epoch, torch.arange(10), torch.arange(33 * 31), 3, 33, 31).double()
     flat = torch.stack([noise[:, 0].flatten(), noise[:, 1].flatten(), noise[:, 2].flatten(), noise[:, 0].roll(1, 2).flatten()])
     assert torch.corrcoef(flat).fill_diagonal_(0).abs().max() < 0.04
 
 
 def test_cutout() -> None:
     n, side, h, w = 900, 6, 17, 23
-    out = erasing.cutout(torch.ones(n, 2, h, w), chance.uniform("cutout", 0, 0, torch.arange(n), 2), side)
+    out = mixing.cutout(torch.ones(n, 2, h, w), chance.uniform("cutout", 0, 0, torch.arange(n), 2), side)
     gone = out[:, 0] == 0
     assert torch.equal(out[:, 1] == 0, gone)
     rows, columns = gone.any(2).sum(1), gone.any(1).sum(1)
