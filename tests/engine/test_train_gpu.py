@@ -85,5 +85,5 @@ def test_batches_are_those_of_a_cpu(compiled: bool) -> None:
     for mine, theirs in zip(here, there, strict=True):
         assert torch.equal(mine.index, theirs.index)
         assert torch.equal(mine.labels, theirs.labels.cpu())
-        for x, y in ((mine.images, theirs.images), (mine.targets, theirs.targets), (mine.weight, theirs.weight)):
+        for x, y in ((mine.images, theirs.images), (mine.targets, theirs.targets)):
             assert torch.allclose(x, y.cpu(), atol=1e-5)
