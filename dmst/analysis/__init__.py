@@ -5,7 +5,6 @@ report.py, templates/, charts.py (pages)                network_report.py (the p
 probes.py (what each layer does, asked during training) run_journal.py (a run, from its journal)
 certificates.py (does each step lower its rate?)        theorem.py (the paper's inequality, on real weights)
 scored.py (are the maps true?)                          intervene.py (heads switched off, gates forced)
-answers.py (what a network says, how sure)
 """
 
 from dmst.analysis.certificates import Certificate, certify

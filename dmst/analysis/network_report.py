@@ -10,23 +10,24 @@ Images without labels say nothing about accuracy: then what was measured before,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dmst.analysis import report
-from dmst.analysis.answers import Answers, answers, counted
 from dmst.analysis.certificates import certify
 from dmst.analysis.charts import Line, evenly
 from dmst.analysis.membership import Pixels, colour, fit, gate_by_class, maps
 from dmst.analysis.rates import PLACES, QUANTITIES, LayerRates, rates_at
 from dmst.analysis.run_journal import WEIGHTS, Run, learning_curves, when
-from dmst.analysis.running import only_looking
+from dmst.analysis.running import Tick, only_looking
 from dmst.calibration import Measured
+from dmst.calibration import measured as count_answers
+from dmst.errors import OptionError
 from dmst.models import VisionModel
 from dmst.words import short
 
@@ -53,7 +54,7 @@ def write_network_report(
     run: Run | None = None,
     compared: Mapping[str, Any] | None = None,
     in_full: bool = True,
-    tick: Callable[[int], None] = lambda images: None,
+    tick: Tick = lambda images: None,
 ) -> Path:
     """`name` says which images. Goes through them several times.
 
@@ -118,6 +119,51 @@ def write_rate_page(path: str | Path, found: Mapping[str, Mapping[str, LayerRate
 
 
 # --- numbers -----------------------------------------------------------------------------------------------------------
+
+
+class Answers(NamedTuple):
+    says: Tensor  # (n)
+    sure: Tensor  # (n)       probability of what it says
+    labels: Tensor  # (n)     -1 where none is known
+    top5: Tensor  # (n)       whether the label is among the five likeliest
+    gates: list[Tensor | None]  # (n, k) a layer; None where the operator has no gate
+
+    @property
+    def right(self) -> Tensor:
+        return self.says == self.labels
+
+    @property
+    def labelled(self) -> bool:
+        return bool((self.labels >= 0).all())
+
+
+def answers(model: VisionModel, batches: Batches, tick: Tick = lambda images: None) -> Answers:
+    """What the network says: one pass, a row per image, no picture is kept."""
+    rows: list[tuple[Tensor, ...]] = []
+    gates: list[list[Tensor]] = [[] for _ in model.blocks]
+    with only_looking(model):
+        for images, given in batches:
+            trace = model.trace(images)
+            probabilities = trace.logits.double().softmax(-1).cpu()
+            labels = torch.full((len(images),), -1) if given is None else given.cpu()
+            best = probabilities.topk(min(5, probabilities.shape[1])).indices
+            sure, says = probabilities.max(-1)
+            rows.append((says, sure, labels, (best == labels[:, None]).any(1)))
+            for kept, layer in zip(gates, trace.layers, strict=True):
+                if layer.parts.gate is not None:
+                    kept.append(layer.parts.gate.float().cpu())
+            tick(len(images))
+    if not rows:
+        raise OptionError("no images were given.")
+    says, sure, labels, top5 = (torch.cat(column) for column in zip(*rows, strict=True))
+    return Answers(says, sure, labels, top5, [torch.cat(kept) if kept else None for kept in gates])
+
+
+def counted(found: Answers, name: str, classes: int) -> Measured:
+    """Confusion and calibration of these answers; `name` says which images."""
+    if not found.labelled:
+        raise OptionError("these images have no labels of the network's classes: there is no right and wrong.")
+    return count_answers(name, classes, found.says, found.sure, found.labels, found.top5)
 
 
 def _by_class(right: Sequence[tuple[int, int]], classes: Sequence[str]) -> dict[str, Any] | None:

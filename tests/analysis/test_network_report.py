@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 
 from dmst import cli, create_model
 from dmst.analysis import network_report
-from dmst.analysis.answers import answers, counted
 from dmst.analysis.charts import evenly
-from dmst.analysis.network_report import maps_of, pick, pixels_of, write_network_report, write_run_report
+from dmst.analysis.network_report import answers, counted, maps_of, pick, pixels_of, write_network_report, write_run_report
 from dmst.analysis.run_journal import Run, binned
 from dmst.engine.prepare import read_weights
 from dmst.engine.recipe import read_recipe
