@@ -30,10 +30,6 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EVERYWHERE = ("0.0.0.0", "::", "")
 
 
-def is_local(host: str) -> bool:
-    return host in LOOPBACK
-
-
 class Guard:
     def __init__(self, app: ASGIApp, host: str = "127.0.0.1", token: str = "") -> None:
         self.app, self.token = app, token

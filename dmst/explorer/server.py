@@ -34,7 +34,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from dmst.errors import DmstError, OptionError
-from dmst.explorer.guard import Guard, is_local
+from dmst.explorer.guard import LOOPBACK, Guard
 from dmst.explorer.session import UPLOAD, RefusedError, Session
 
 CONNECTIONS = 64
@@ -60,8 +60,8 @@ class Site:
                 Route("/api/images/{image}", self.shown),
                 Route("/api/seen/{model}/{image}", self.seen),
                 Route("/api/images", self.upload, methods=["POST"]),
-                Route("/api/look", self.look, methods=["POST"]),
-                Route("/api/rates", self.rates, methods=["POST"]),
+                Route("/api/look", self.answer, methods=["POST"]),
+                Route("/api/rates", self.answer, methods=["POST"]),
             ],
             exception_handlers={DmstError: refuse, HTTPException: nothing, ClientDisconnect: nothing, Exception: broken},
         )
@@ -95,17 +95,11 @@ class Site:
         raw = await body(request, UPLOAD)
         return JSONResponse(await self.turn("pictures", self.session.add, raw))
 
-    async def look(self, request: Request) -> Response:
-        return JSONResponse(await self.asked(await question(request), "look"))
-
-    async def rates(self, request: Request) -> Response:
-        return JSONResponse(await self.asked(await question(request), "rates"))
-
-    async def asked(self, told: Any, what: str) -> dict[str, Any]:
-        if not isinstance(told, dict) or not all(isinstance(told.get(name), str) for name in ("model", "image")):
-            raise RefusedError(422, "a question must be an object with the texts model and image, and with gates")
+    async def answer(self, request: Request) -> Response:
+        told = await question(request)
         network, picture = self.session.network(told["model"]), self.session.picture(told["image"])
-        return await self.turn(told["model"], getattr(network, what), picture, told.get("gates", {}))
+        work = network.rates if request.url.path == "/api/rates" else network.look
+        return JSONResponse(await self.turn(network.id, work, picture, told.get("gates", {})))
 
     async def turn(self, lane: str, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.lanes[lane], work, *args)
@@ -126,8 +120,8 @@ async def question(request: Request) -> dict[str, Any]:
         told = json.loads(await body(request, QUESTION))
     except (ValueError, RecursionError):
         raise RefusedError(400, "the request is not JSON") from None
-    if not isinstance(told, dict):
-        raise RefusedError(422, "the request must be a JSON object")
+    if not isinstance(told, dict) or not all(isinstance(told.get(name), str) for name in ("model", "image")):
+        raise RefusedError(422, "a question must be an object with the texts model and image, and with gates")
     return told
 
 
@@ -186,7 +180,7 @@ def serve(
     site = Site(Session(models, device))
     try:
         with listening(host, port) as bound:
-            token = "" if is_local(host) else secrets.token_hex(32)
+            token = "" if host in LOOPBACK else secrets.token_hex(32)
             link = link_to(host, bound.getsockname()[1], token)
             server = server_of(site, host, token)
             torch.set_num_threads(max(1, torch.get_num_threads() // len(models)))  # the lanes share the cores

@@ -42,7 +42,7 @@ def look(model: VisionModel, trace: Trace, forced: Collection[int] = ()) -> dict
         raise bad_answer(model.config.name, "this picture")
     probabilities = trace.logits[0].double().softmax(-1)
     ranked = probabilities.sort(descending=True, stable=True).indices[:TOP].tolist()
-    names = names_of(model)
+    names = model.class_names or tuple(f"class {i}" for i in range(model.config.num_classes))
     said = plain(probabilities)
     two = [*probabilities[ranked[:2]].tolist(), 0.0]
     return {
@@ -53,10 +53,6 @@ def look(model: VisionModel, trace: Trace, forced: Collection[int] = ()) -> dict
         "prefix": trace.prefix,
         "layers": [_layer(model, trace, i, i in forced) for i in range(len(trace.layers))],
     }
-
-
-def names_of(model: VisionModel) -> tuple[str, ...]:
-    return model.class_names or tuple(f"class {i}" for i in range(model.config.num_classes))
 
 
 def _layer(model: VisionModel, trace: Trace, number: int, forced: bool) -> dict[str, Any]:
