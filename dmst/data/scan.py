@@ -70,19 +70,15 @@ def look(image_set: ImageSet, cache: Path | None, workers: int = 0) -> tuple[Sca
     known = _known(cache, key) if cache else None
     if known is not None:
         return known, ""
-    scanned = _look(image_set, workers)
-    held = {"key": key, "set": str(image_set), "bad": scanned.bad, "content": scanned.content}
-    return scanned, json.dumps(held, indent=1) + "\n"
-
-
-def _look(image_set: ImageSet, workers: int) -> Scanned:
-    bad: Bad = {}
-    total, marks = len(image_set), []
-    stretches = [range(start, min(start + STRETCH, total)) for start in range(0, total, STRETCH)]
+    every = range(len(image_set))
+    stretches = [every[start : start + STRETCH] for start in every[::STRETCH]]
+    scanned, marks = Scanned({}), []
     for stretch, found in zip(stretches, through_workers(_Looks(image_set), stretches, workers, list), strict=True):
-        bad.update((index, reason) for index, (_, reason) in zip(stretch, found, strict=True) if reason)
+        scanned.bad.update((index, reason) for index, (_, reason) in zip(stretch, found, strict=True) if reason)
         marks.append(b"".join(mark for mark, _ in found))
-    return Scanned(bad, digest(*marks))
+    scanned = scanned._replace(content=digest(*marks))
+    held = {"key": key, "set": str(image_set), **scanned._asdict()}
+    return scanned, json.dumps(held, indent=1) + "\n"
 
 
 class _Looks(Dataset):
@@ -96,10 +92,8 @@ class _Looks(Dataset):
             self.image_set.read(index)
             source = self.image_set.source(index)
             raw = source if isinstance(source, bytes) else source.read_bytes()
-        except BadImageError as error:
-            return b"", error.reason or str(error)
         except Exception as error:
-            return b"", f"{type(error).__name__}: {error}"
+            return b"", getattr(error, "reason", "") or f"{type(error).__name__}: {error}"
         return hashlib.blake2b(raw, digest_size=16).digest(), ""
 
 
