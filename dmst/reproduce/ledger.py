@@ -32,12 +32,8 @@ def read(folder: Path) -> list[Line]:
 
 def parse(raw: bytes, where: str) -> list[Line]:
     """The runs of one file; `where` is what messages call it."""
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadFileError(f"{where} is damaged: {error}. Bring it back from the repository.") from error
     found = []
-    lines = text.split("\n")
+    lines = raw.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
