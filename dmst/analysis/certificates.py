@@ -97,7 +97,6 @@ def certify(
     *,
     eps: float | None = None,
     basis: str = "raw",
-    batch_size: int = 64,
     tick: Tick = lambda images: None,
 ) -> Certificate:
     """The certificate of every layer over `images`: one tensor, or batches of any number, also a loader's pairs.
@@ -115,7 +114,7 @@ def certify(
             return None
         return _quantities(layer, block.operator, block.norm, grid, c, basis)
 
-    count, found = measure(model, images, look, batch_size=batch_size, tick=tick)
+    count, found = measure(model, images, look, tick=tick)
     layers = [_layer(i, each) if each.count else None for i, each in enumerate(found)]
     return Certificate(model.config.name, count, math.sqrt(model.config.dim / c), c, basis, layers, missing)
 
@@ -155,7 +154,7 @@ def descent(model: VisionModel, images: Tensor) -> dict[str, Any]:
     {"images": 64, "c": 1.0, "change": [-0.21, 0.04],   mean change of the rate, frozen
      "descends": [1.0, 0.3], "guaranteed": [0.9, 0.0]}  shares of the images
     """
-    found = certify(model, images, batch_size=AT_ONCE)
+    found = certify(model, images.split(AT_ONCE))
     numbers = {
         "change": [each and each.total["frozen"].mean for each in found.layers],
         "descends": [each and each.descends for each in found.layers],

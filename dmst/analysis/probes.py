@@ -47,7 +47,7 @@ def layers(model: VisionModel, images: Tensor) -> dict[str, Any]:
             has.add("gate")
         return torch.stack([row.double() for row in rows])
 
-    count, found = measure(model, images, look, batch_size=AT_ONCE)
+    count, found = measure(model, images.split(AT_ONCE), look)
     means = [layer.mean.tolist() for layer in found]
     heads: list[Any] = [block.operator.num_heads for block in model.blocks]  # type: ignore[union-attr]
     told: dict[str, Any] = {"images": count, "eps": EPS, "heads": heads, "coding": [row[0] for row in means]}

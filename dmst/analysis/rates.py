@@ -58,11 +58,9 @@ class LayerRates:
         )
 
 
-def layer_rates(
-    model: VisionModel, images: Tensor | Iterable[Any], *, at: str = "input", eps: float = 0.1, batch_size: int = 64
-) -> LayerRates:
+def layer_rates(model: VisionModel, images: Tensor | Iterable[Any], *, at: str = "input", eps: float = 0.1) -> LayerRates:
     """The rates of every layer of `model` over `images`: one tensor, or batches of any number, also a loader's pairs."""
-    return rates_at(model, images, (at,), eps=eps, batch_size=batch_size)[at]
+    return rates_at(model, images, (at,), eps=eps)[at]
 
 
 def rates_at(
@@ -71,7 +69,6 @@ def rates_at(
     places: Sequence[str] = tuple(PLACES),
     *,
     eps: float = 0.1,
-    batch_size: int = 64,
     tick: Tick = lambda images: None,
 ) -> dict[str, LayerRates]:
     """The same at several places, in one pass; `tick` is told of every batch."""
@@ -91,7 +88,7 @@ def rates_at(
             rows.append(torch.stack([found[name].double() for name in QUANTITIES]))
         return torch.stack(rows)
 
-    count, layers = measure(model, images, look, batch_size=batch_size, tick=tick)
+    count, layers = measure(model, images, look, tick=tick)
     why = next(filter(None, missing), "")
     known = "there is no `complete`" if "subspaces()" in why else "`coding` is the only rate"
     words = f"{model.config.name}: {why}, so {known}." if why else ""

@@ -64,13 +64,13 @@ class Running:
 
 
 def measure(
-    model: VisionModel, images: Tensor | Iterable[Any], look: Look, *, batch_size: int = 64, tick: Tick = lambda images: None
+    model: VisionModel, images: Tensor | Iterable[Any], look: Look, *, tick: Tick = lambda images: None
 ) -> tuple[int, list[Running]]:
     """The number of images, and by layer what `look` sees; images are one tensor, or batches, also a loader's pairs."""
     found = [Running() for _ in model.blocks]
     count = 0
     with only_looking(model):
-        for batch in batches_of(images, batch_size):
+        for batch in batches_of(images):
             z, grid = model.embed(batch)
             for block, running in zip(model.blocks, found, strict=True):
                 trace = block.trace(z, grid)  # type: ignore[operator]
@@ -83,10 +83,10 @@ def measure(
     return count, found
 
 
-def batches_of(images: Tensor | Iterable[Any], batch_size: int = 64) -> Iterator[Tensor]:
+def batches_of(images: Tensor | Iterable[Any]) -> Iterator[Tensor]:
     """Tensors of images, whatever holds them; an error where there are none."""
     count = 0
-    for batch in images.split(batch_size) if isinstance(images, Tensor) else images:
+    for batch in images.split(64) if isinstance(images, Tensor) else images:
         some = batch[0] if isinstance(batch, tuple | list) else batch
         if len(some):
             count += len(some)

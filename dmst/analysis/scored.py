@@ -222,7 +222,6 @@ def scored(
     tests: Sequence[str] = TESTS,
     steps: int = STEPS,
     draws: int = 3,
-    batch_size: int = 64,
     tick: Tick = lambda images: None,
 ) -> Scores:
     """Every order in every test, over one tensor of images or batches of any number, also a loader's pairs.
@@ -235,7 +234,7 @@ def scored(
         choose("test", test, TESTS)
     found: dict[tuple[str, str], list[Tensor]] = {}
     count, patches, size = 0, 0, model.config.patch_size
-    for some in batches_of(images, batch_size):
+    for some in batches_of(images):
         with only_looking(model):
             orders = {name: [each] for name, each in orders_of(model, some, layer).items()}
             patches = orders["gradient"][0].shape[1]

@@ -74,7 +74,6 @@ def theorem(
     basis: str = "raw",
     temperature: float = 1.0,
     energy: str = "formula",
-    batch_size: int = 64,
     tick: Tick = lambda images: None,
 ) -> Theorem:
     """Theorem 1 on every layer over `images`: one tensor, or batches, also a loader's pairs.
@@ -92,7 +91,7 @@ def theorem(
         split = split_of(layer, block.operator, c=c, basis=basis, temperature=temperature, energy=energy)
         return torch.stack([split[name] for name in QUANTITIES])
 
-    count, found = measure(model, images, look, batch_size=batch_size, tick=tick)
+    count, found = measure(model, images, look, tick=tick)
     layers = [
         LayerTheorem(i, {name: each.numbers(row) for row, name in enumerate(QUANTITIES)}) if each.count else None
         for i, each in enumerate(found)
