@@ -26,7 +26,7 @@ from dmst.models.config import ModelConfig
 from dmst.models.positions import POSITIONS
 from dmst.models.preprocessing import patch_grid, pretrained_cfg
 from dmst.models.stems import STEMS
-from dmst.operators.base import linear
+from dmst.operators.base import linear, start
 
 Grid = tuple[int, int]
 torch.fx.wrap("patch_grid")  # torch.fx must not look inside: it branches on shapes
@@ -64,8 +64,7 @@ class VisionModel(nn.Module):
         self.grad_checkpointing = False
         self.class_names: tuple[str, ...] = ()  # of the classifier's outputs, where they are known
         self.pretrained_cfg = self.default_cfg = pretrained_cfg(config)  # two names of timm for one thing
-        if self.cls_token is not None:
-            nn.init.normal_(self.cls_token, std=config.token_std)
+        self.reset_parameters()
 
     # --- from images to logits ---------------------------------------------------------------------------------------
 
@@ -211,6 +210,20 @@ class VisionModel(nn.Module):
         # the rest, with coarse also class_blocks and norm, comes last; (99999,) is timm's word for "with the group before"
         ends = {} if coarse else {"class_blocks": [(r"^class_blocks\.(\d+)", None), (r"^norm", (99999,))]}
         return {"stem": r"^cls_token|^position|^stem", "blocks": r"^blocks\.(\d+)", **ends}
+
+    def reset_parameters(self) -> None:
+        if self.cls_token is not None:
+            nn.init.normal_(self.cls_token, std=self.config.token_std)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Start anew in place: after `to_empty`, or for another seed. Children first, so that a parent has the last word."""
+        for module in reversed(list(self.modules())):
+            reset = getattr(module, "reset_parameters", None)
+            if type(module) is nn.Linear:
+                start(module)
+            elif callable(reset):
+                reset()
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 

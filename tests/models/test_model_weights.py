@@ -80,7 +80,19 @@ def fresh(case: Case, seed: int = 1, **options: Any) -> VisionModel:
 
 @some
 def test_the_start_of_every_weight(case: Case) -> None:
-    model = fresh(case)
+    """Also of one that was built on meta, moved to memory full of NaN, and reset: no entry is forgotten."""
+    reset = fresh(case, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for x in reset.state_dict(keep_vars=True).values():
+            x.fill_(math.nan if x.is_floating_point() else 7)
+    torch.manual_seed(2)
+    reset.init_weights()
+    for model in (fresh(case), reset):
+        check_start(model)
+    assert list(reset.state_dict()) == list(fresh(case).state_dict())
+
+
+def check_start(model: VisionModel) -> None:
     config, modules = model.config, dict(model.named_modules())
     for key, x in model.state_dict().items():
         owner, _, kind = key.rpartition(".")
