@@ -1,4 +1,4 @@
-"""What a person sees of a run: a line that changes on a terminal, a line now and then elsewhere, or nothing."""
+"""What a person sees of a run: a bar on a terminal, a line now and then elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from rich.progress import BarColumn, Progress, TextColumn
+
 from dmst.terminal import Terminal
 
 EVERY = 10.0  # seconds between lines where nobody sits
 
 
 class Quiet:
-    """Nothing; and the shape of the other."""
+    """Prints nothing; the base class of the other."""
 
     def say(self, text: str) -> None:
         """A line."""
@@ -27,27 +29,30 @@ class Quiet:
 class Lines(Quiet):
     def __init__(self) -> None:
         self.console = Terminal()
-        self._present = self.console.status("")
+        words = TextColumn("{task.description}", markup=False)
+        self._bar = Progress(BarColumn(20), words, console=self.console, transient=True)
+        self._task = self._bar.add_task("")
         self._said = 0.0
 
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
 
     def step(self, done: int, steps: int, values: dict[str, Any]) -> None:
+        left = timedelta(seconds=int((steps - done) * values["seconds"]))
         told = (
-            f"step {done:,} of {steps:,}  epoch {values['epoch']:g}  loss {values['loss']:.4f}  "
-            f"accuracy {values['accuracy']:.1%}  {values['images_per_s']:,.0f} images/s  "
-            f"{timedelta(seconds=int((steps - done) * values['seconds']))} left"
+            f"step {done:,}/{steps:,} epoch {values['epoch']:g} loss {values['loss']:.4f} "
+            f"{values['images_per_s']:,.0f} images/s {left} left"
         )
         if self.console.is_terminal:
-            self._present.update(told)
-            self._present.start()
+            self._bar.start()
+            self._bar.update(self._task, completed=done, total=steps, description=told)
         elif time.monotonic() - self._said >= EVERY or done == steps:
             self._said = time.monotonic()
             self.say(told)
 
     def end(self) -> None:
-        self._present.stop()
+        if self.console.is_terminal:
+            self._bar.stop()
 
 
 def watcher(quiet: bool = False) -> Quiet:

@@ -1,4 +1,4 @@
-"""How a network set_mean_stds images: by the dataset it was trained on, saved with it; by its name where nothing is known."""
+"""How a network normalises images: by the dataset it was trained on, saved with it; by its name where nothing is known."""
 
 from __future__ import annotations
 
