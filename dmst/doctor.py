@@ -23,7 +23,7 @@ from rich.text import Text
 from torch import Tensor
 
 import dmst
-from dmst.errors import MissingExtraError, in_one_line, need
+from dmst.errors import in_one_line
 from dmst.kernels import choice, closed_form, reference, silent
 from dmst.kernels.attempt import anew
 from dmst.operators import OPERATORS, create
@@ -53,19 +53,12 @@ def diagnose() -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """Versions, devices, and what is wrong with the optional parts ("": nothing)."""
     versions = {name: next((d.version for d in metadata.distributions(name=name)), None) for name in PACKAGES}
-    timm_problem = ""
-    if versions["timm"]:
-        try:
-            need("torchvision", "timm"), need("timm", "timm")
-        except MissingExtraError as error:
-            timm_problem = str(error)
     return {
         "versions": {"dmst": dmst.__version__, "Python": platform.python_version(), "torch": torch.__version__, **versions},
         "devices": devices(),
         "cuda_build": torch.version.cuda,
         "gpu_present": gpu_present(),
         "triton_problem": choice.triton_problem(),
-        "timm_problem": timm_problem,
         "operator_problems": OPERATORS.look()[1],
     }
 
@@ -185,15 +178,10 @@ def findings(report: dict[str, Any]) -> list[dict[str, str]]:
     """What is wrong, each with its remedy, problems first."""
     problems, notes, device = [], [], best(report)
     if report["gpu_present"] and device["name"] == "cpu":
-        what = f"this machine has an NVIDIA GPU, but torch {report['versions']['torch']}"
-        if report["cuda_build"]:
-            what += f" for CUDA {report['cuda_build']} cannot use it"
-            remedy = "unset CUDA_VISIBLE_DEVICES if it hides the GPU; install an NVIDIA driver new enough for this CUDA; "
-            remedy += "in a container, pass the GPU in (--gpus all)"
-        else:
-            what += " is a CPU build"
-            remedy = "install a CUDA build of torch; https://pytorch.org/get-started/locally shows the pip command"
-        problems.append((what, remedy))
+        build = f"for CUDA {report['cuda_build']} cannot use it" if report["cuda_build"] else "is a CPU build"
+        what = f"this machine has an NVIDIA GPU, but torch {report['versions']['torch']} {build}"
+        remedy = "install a CUDA build of torch (https://pytorch.org/get-started/locally) and a new enough NVIDIA driver"
+        problems.append((what, f"{remedy}; unset CUDA_VISIBLE_DEVICES; in a container, pass the GPU in (--gpus all)"))
     if (0, 0) < device["capability"] < choice.OLDEST_DEVICE:
         oldest = ".".join(map(str, choice.OLDEST_DEVICE))
         what = f"{device['name']} ({device['what']}) is too old for the fused kernels, which need {oldest}"
@@ -206,13 +194,9 @@ def findings(report: dict[str, Any]) -> list[dict[str, str]]:
             what = "self-test of {operator} ({kernel}) in {dtype} on {device}: {problem}".format(**test)
             remedy = 'call dmst.use_kernels("reference") first' if test["kernel"] == "fused" else "reinstall torch"
             problems.append((what, f"{remedy}, and report this with the output of dmst doctor --json"))
-    if report["timm_problem"]:
-        notes.append(("timm cannot be used; dmst itself does not need it", report["timm_problem"]))
     notes += [(what, "only needed if you use this operator") for what in report["operator_problems"]]
-    levels = ["problem"] * len(problems) + ["note"] * len(notes)
-    return [
-        {"level": level, "what": what, "remedy": remedy} for level, (what, remedy) in zip(levels, problems + notes, strict=True)
-    ]
+    levels = {"problem": problems, "note": notes}
+    return [{"level": level, "what": what, "remedy": remedy} for level, found in levels.items() for what, remedy in found]
 
 
 # --- for a person ---------------------------------------------------------------------------------------------------

@@ -20,13 +20,13 @@ H200 = {"name": "cuda:0", "what": "NVIDIA H200, 140 GiB, compute capability 9.0"
 T4 = {"name": "cuda:0", "what": "Tesla T4, 15 GiB, compute capability 7.5", "capability": (7, 5)}
 HERE = torch.device("cpu")
 NO_TRITON = "Triton is not installed"
-NO_TIMM = "timm could not be imported (x). Install it with: pip install 'dmst[timm]'"
+BROKEN = ["operator 'mine' is broken"]
 
 
 def machine(*devices: dict[str, Any], **rest: Any) -> dict[str, Any]:
     return {
         "versions": {"torch": "2.13.0+cpu", "timm": None}, "devices": [CPU, *devices], "cuda_build": None, "gpu_present": False,
-        "triton_problem": "", "timm_problem": "", "operator_problems": [], "self_test": [],
+        "triton_problem": "", "operator_problems": [], "self_test": [],
     } | rest  # fmt: skip
 
 
@@ -35,8 +35,7 @@ MACHINES = [
     (machine(gpu_present=True, cuda_build="13.0"), "problem", "CUDA 13.0 cannot use it", "NVIDIA driver"),
     (machine(H200, gpu_present=True, triton_problem=NO_TRITON), "problem", NO_TRITON, "'dmst[kernels]'"),
     (machine(T4, triton_problem=NO_TRITON), "note", "too old for the fused kernels, which need 8.0", "plain kernels"),
-    (machine(timm_problem=NO_TIMM), "note", "timm cannot be used", "'dmst[timm]'"),
-    (machine(operator_problems=["operator 'mine' is broken"]), "note", "'mine' is broken", "only needed"),
+    (machine(operator_problems=BROKEN), "note", "'mine' is broken", "only needed"),
 ]
 
 
@@ -53,7 +52,7 @@ def test_a_sound_machine_has_no_findings_and_failed_tests_come_first() -> None:
     for devices, problem in (((), ""), ((), NO_TRITON), ((H200,), "")):
         assert doctor.findings(machine(*devices, triton_problem=problem, self_test=[passed])) == []
     wrong = [passed | {"kernel": "fused", "problem": "x"}, passed | {"problem": "y"}]
-    fused, plain, note = doctor.findings(machine(timm_problem=NO_TIMM, self_test=wrong))
+    fused, plain, note = doctor.findings(machine(operator_problems=BROKEN, self_test=wrong))
     assert fused["what"] == "self-test of dmsa (fused) in float32 on cpu: x"
     assert 'dmst.use_kernels("reference")' in fused["remedy"]
     assert "use_kernels" not in plain["remedy"]  # it would not go around a wrong torch
@@ -131,11 +130,11 @@ def test_the_exit_status_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     code, text = run()
     assert code == 0 and text.rstrip().endswith("No problems found.")
     assert all(name in text for name in ("torch", *OPERATORS, "closed form", "Self-test", CPU["what"]))
-    monkeypatch.setattr(doctor, "machine", lambda: machine(gpu_present=True, timm_problem=NO_TIMM))
+    monkeypatch.setattr(doctor, "machine", lambda: machine(gpu_present=True, operator_problems=BROKEN))
     code, text = run()
     assert code == 1
     assert "problem this machine has an NVIDIA GPU" in text
-    assert "pip install 'dmst[timm]'" in text
+    assert "note operator 'mine' is broken" in text
     assert text.rstrip().endswith("Problems found: 1.")
     code, text = run("--json")
     told = json.loads(text)
