@@ -20,7 +20,6 @@ import json
 import os
 import re
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -70,17 +69,6 @@ def migrate(schema: Any, told: dict[str, Any], manifest: dict[str, Any]) -> dict
 
 
 # --- one checkpoint ---------------------------------------------------------------------------------------------------
-
-
-def write(folder: Path, state: State) -> Path:
-    """Write a checkpoint, whole or not at all; returns its folder. What is not finite is refused before a byte is written."""
-    for stem, tensors in state.tensors.items():
-        if bad := not_finite(tensors):
-            raise SaveError(f"step {state.step} is not saved: {bad} of {stem} holds NaN or infinity.")
-    told = {each.name: getattr(state, each.name) for each in fields(State) if each.name != "tensors"}
-    text = json.dumps(told, indent=2, allow_nan=False).encode()
-    size = sum(x.nbytes + 256 for tensors in state.tensors.values() for x in tensors.values()) + 2 * len(text)
-    return atomic.write_folder(folder, _files(state.tensors, text), size)
 
 
 def _files(tensors: dict[str, dict[str, Tensor]], text: bytes) -> Iterator[tuple[str, bytes]]:
@@ -142,7 +130,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.path / "lock")
-            HELD.add(self)
+            # in a forked child: a loader's worker that outlives a killed run must not keep its lock
+            os.register_at_fork(after_in_child=self.__exit__)
             if self.checkpoints.is_symlink():
                 raise OSError(errno.ELOOP, "links are not followed", str(self.checkpoints))
             self.checkpoints.mkdir(exist_ok=True)
@@ -200,10 +189,19 @@ class RunFolder:
         return None
 
     def save(self, state: State) -> Path:
-        """Write a checkpoint, whole or not at all; returns its folder. Another one of the same step is replaced."""
+        """Write a checkpoint, whole or not at all; returns its folder. Another one of the same step is replaced.
+
+        What is not finite is refused before a byte is written.
+        """
         folder = self._folder(state.step)
         self.check_held(folder)
-        return write(folder, state)
+        for stem, tensors in state.tensors.items():
+            if bad := not_finite(tensors):
+                raise SaveError(f"step {state.step} is not saved: {bad} of {stem} holds NaN or infinity.")
+        told = {each.name: getattr(state, each.name) for each in fields(State) if each.name != "tensors"}
+        text = json.dumps(told, indent=2, allow_nan=False).encode()
+        size = sum(x.nbytes + 256 for tensors in state.tensors.values() for x in tensors.values()) + 2 * len(text)
+        return atomic.write_folder(folder, _files(state.tensors, text), size)
 
     def prune(self, keep: int = 2, protect: Iterable[int] = ()) -> list[int]:
         """Remove all but the newest `keep` checkpoints, at least 2, and `protect`; returns the steps removed."""
@@ -265,16 +263,3 @@ def take_lock(path: Path) -> int:
         os.close(handle)
         raise
     return handle
-
-
-HELD: weakref.WeakSet[RunFolder] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    """In a forked child: a loader's worker that outlives a killed run must not keep its lock."""
-    for folder in HELD:
-        folder.__exit__()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_let_go)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -88,16 +87,8 @@ def _events(raw: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _line(event: dict[str, Any]) -> str:
-    return json.dumps(_plain(event), allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """JSON knows no NaN and no infinity."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    plain = json.loads(json.dumps(event), parse_constant=lambda _: None)  # JSON knows no NaN and no infinity
+    return json.dumps(plain) + "\n"
 
 
 def tensorboard(folder: Path) -> Listener:
