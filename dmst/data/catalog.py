@@ -102,6 +102,22 @@ UNZIP = """Tiny-ImageNet is not fetched: its zip is published without a checksum
 Get http://cs231n.stanford.edu/tiny-imagenet-200.zip and unpack it in {folder}: it becomes {folder}/tiny-imagenet-200.
 Then `dmst data info tinyimagenet` says what it finds."""
 
+CIFAR_10 = Entry(
+    title="CIFAR-10",
+    classes=CIFAR10,
+    counts={"train": 50_000, "test": 10_000},
+    size="32 x 32",
+    licence="none stated by the authors; research use",
+    source="https://www.cs.toronto.edu/~kriz/cifar.html",
+    citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
+    statistics=CIFAR,
+    layout="official binary batches",
+    places=both("cifar-10-batches-bin"),
+    read=arrays.read_cifar,
+    site="https://www.cs.toronto.edu/~kriz",
+    files=(File("cifar-10-binary.tar.gz", 170_052_171, "c32a1d4ab5d03f1284b67883e8d87530", "cifar-10-batches-bin"),),
+)
+
 CATALOG: Mapping[str, Entry] = {
     "digits": Entry(
         title="Digits of scikit-learn",
@@ -117,34 +133,11 @@ CATALOG: Mapping[str, Entry] = {
         read=arrays.read_digits,
         by_hand="digits needs no download: it comes with scikit-learn (pip install 'dmst[data]').",
     ),
-    "cifar10": Entry(
-        title="CIFAR-10",
-        classes=CIFAR10,
-        counts={"train": 50_000, "test": 10_000},
-        size="32 x 32",
-        licence="none stated by the authors; research use",
-        source="https://www.cs.toronto.edu/~kriz/cifar.html",
-        citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
-        statistics=CIFAR,
-        layout="official binary batches",
-        places=both("cifar-10-batches-bin"),
-        read=arrays.read_cifar,
-        site="https://www.cs.toronto.edu/~kriz",
-        files=(File("cifar-10-binary.tar.gz", 170_052_171, "c32a1d4ab5d03f1284b67883e8d87530", "cifar-10-batches-bin"),),
-    ),
-    "cifar100": Entry(
+    "cifar10": CIFAR_10,
+    "cifar100": CIFAR_10._replace(
         title="CIFAR-100",
         classes=CIFAR100,
-        counts={"train": 50_000, "test": 10_000},
-        size="32 x 32",
-        licence="none stated by the authors; research use",
-        source="https://www.cs.toronto.edu/~kriz/cifar.html",
-        citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
-        statistics=CIFAR,
-        layout="official binary batches",
         places=both("cifar-100-binary"),
-        read=arrays.read_cifar,
-        site="https://www.cs.toronto.edu/~kriz",
         files=(File("cifar-100-binary.tar.gz", 168_513_733, "03b5dce01913d631647c71ecec9e9cb8", "cifar-100-binary"),),
     ),
     "svhn": Entry(

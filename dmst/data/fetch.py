@@ -22,8 +22,8 @@ from pathlib import Path
 
 import dmst
 from dmst import atomic
-from dmst.data.catalog import CATALOG, Entry, File
-from dmst.errors import BadFileError, FetchError, OptionError, unknown_name
+from dmst.data.catalog import CATALOG, File
+from dmst.errors import BadFileError, FetchError, OptionError, choose
 
 Tick = Callable[[str, int, int], None]  # what is being done, how far, of how much
 CHUNK = 1 << 20
@@ -38,7 +38,7 @@ def fetch(name: str, data_dir: str | Path, *, tick: Tick = no_tick, timeout: flo
 
     `base` takes the place of the address before the last slash (a mirror, a test).
     """
-    folder, entry = Path(data_dir), _entry(name)
+    folder, entry = Path(data_dir), CATALOG[choose("dataset", name, CATALOG)]
     if not entry.files:
         raise OptionError(entry.by_hand.format(folder=folder))
     paths = []
@@ -88,14 +88,8 @@ def differs(path: Path, file: File, tick: Tick = no_tick) -> str:
 
 def verify(name: str, data_dir: str | Path, *, tick: Tick = no_tick) -> dict[Path, str]:
     """How every official file of `name` that is in `data_dir` differs from what is published."""
-    files = {Path(data_dir) / file.path: file for file in _entry(name).files}
+    files = {Path(data_dir) / file.path: file for file in CATALOG[choose("dataset", name, CATALOG)].files}
     return {path: differs(path, file, tick) for path, file in files.items() if path.is_file()}
-
-
-def _entry(name: str) -> Entry:
-    if name not in CATALOG:
-        raise unknown_name("dataset", name, CATALOG)
-    return CATALOG[name]
 
 
 def _download(url: str, file: File, target: Path, tick: Tick, timeout: float) -> None:

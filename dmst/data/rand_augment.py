@@ -52,14 +52,8 @@ def read_policy(text: str) -> Policy | None:
             f"aa is {text!r}: it must read like rand-m9-mstd0.5-inc1, each part at most once: m 0..10, n 1..15, p 0..1, "
             "mstd >= 0, inc 0..1; m, n, inc whole."
         )
-    default = Policy()
-    return Policy(
-        found.get("m", default.magnitude),
-        int(found.get("n", default.layers)),
-        found.get("p", default.probability),
-        found.get("mstd", default.spread),
-        bool(found.get("inc", default.increasing)),
-    )
+    m, n, p, mstd, inc = (found.get(key, default) for key, default in zip(KEYS, Policy(), strict=True))
+    return Policy(m, int(n), p, mstd, bool(inc))
 
 
 def rand_augment(images: Tensor, draws: Tensor, policy: Policy, fill: Tensor, interpolation: str) -> Tensor:

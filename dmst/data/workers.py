@@ -43,17 +43,22 @@ class Samples(Dataset):
 
     def __getitem__(self, key: Key) -> Tensor | BadImageError:
         epoch, sample = key
-        index = sample % chance.COPY
         try:
-            array = self.image_set.read(index)
+            array = self.image_set.read(sample % chance.COPY)
         except BadImageError as error:
             return error
-        if array.shape[2] > self.view.channels:
-            reason = f"{array.shape[2]} channels, and the model takes {self.view.channels}"
-            return BadImageError(self.image_set.where(index), reason)
-        if self.augment is None:
-            return eval_image(array, self.view)
-        return train_image(array, self.view, self.augment, self.seed, epoch, sample)
+        image = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)
+        image = image.convert("RGB") if self.view.channels == 3 else image
+        view, augment = self.view, self.augment
+        if augment is None:
+            return _tensor(_middle(image, view.size, view.crop_pct, FILTERS[view.interpolation]))
+        filter = FILTERS[augment.interpolation]
+        if not augment.resized_crop:
+            return _tensor(_middle(image, view.size, 1.0, filter))
+        draws = chance.uniform("resized crop", self.seed, epoch, torch.tensor([sample]), geometry.BOX_DRAWS)
+        boxes = geometry.resized_boxes(draws, image.height, image.width, augment.resized_crop)
+        top, left, height, width = boxes[0].to(torch.int64).tolist()
+        return _tensor(image.crop((left, top, left + width, top + height)).resize((view.size, view.size), filter))
 
 
 def collate(found: list[Tensor | BadImageError]) -> Tensor | BadImageError:
@@ -127,28 +132,9 @@ def _without_handler(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
 # --- one image --------------------------------------------------------------------------------------------------------
 
 
-def train_image(array: np.ndarray, view: View, augment: Augment, seed: int, epoch: int, sample: int) -> Tensor:
-    image, filter = _image(array, view.channels), FILTERS[augment.interpolation]
-    if not augment.resized_crop:
-        return _tensor(_middle(image, view.size, 1.0, filter))
-    draws = chance.uniform("resized crop", seed, epoch, torch.tensor([sample]), geometry.BOX_DRAWS)
-    boxes = geometry.resized_boxes(draws, image.height, image.width, augment.resized_crop)
-    top, left, height, width = boxes[0].to(torch.int64).tolist()
-    return _tensor(image.crop((left, top, left + width, top + height)).resize((view.size, view.size), filter))
-
-
-def eval_image(array: np.ndarray, view: View) -> Tensor:
-    return _tensor(_middle(_image(array, view.channels), view.size, view.crop_pct, FILTERS[view.interpolation]))
-
-
 def mask_in_view(mask: np.ndarray, view: View) -> Tensor:
     """A mask (h, w) as `view` would cut the image it belongs to: (size, size) uint8."""
     return _tensor(_middle(Image.fromarray(mask), view.size, view.crop_pct, Image.Resampling.NEAREST))[0]
-
-
-def _image(array: np.ndarray, channels: int) -> Image.Image:
-    image = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)
-    return image.convert("RGB") if channels == 3 else image
 
 
 def _middle(image: Image.Image, size: int, crop_pct: float, filter: Image.Resampling) -> Image.Image:
