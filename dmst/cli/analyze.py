@@ -172,7 +172,8 @@ def rates(
         words = dict(RATES.values())
         tables = [(name, at) for name in names for at in (WHERE if len(names) == 1 else ("input",))]
         for name, at in tables:
-            rows = [[i, *cells] for i, cells in enumerate(_cells(found[name][at]))]
+            here = found[name][at]
+            rows = [[i, *(_cell(here, x, i) for x in RATES)] for i in range(len(here.mean["coding"]))]
             last = (name, at) == tables[-1]
             show(f"{name}, {first.name}: {WHERE[at]}", ("layer", *words), rows, words if last else None)
         say("Rates are in nats (1 nat = 1.44 bits): mean over images ± standard deviation.")
@@ -182,15 +183,11 @@ def rates(
         say(write_rate_page(page, found, first.name), err=as_json)
 
 
-def _cells(rates: LayerRates) -> Iterator[list[str]]:
-    """The rows of a table, one a layer."""
-    for layer in range(len(rates.mean["coding"])):
-        cells = []
-        for name in RATES:
-            mean, std = rates.mean[name][layer], rates.std[name][layer]
-            spread = f"±{std:.1f}" if name in SPREAD and not math.isnan(std) else ""
-            cells.append("-" if math.isnan(mean) else f"{mean:.1f}{spread}")
-        yield cells
+def _cell(rates: LayerRates, name: str, layer: int) -> str:
+    """One quantity of one layer, with its deviation where there is room."""
+    mean, std = rates.mean[name][layer], rates.std[name][layer]
+    spread = f"±{std:.1f}" if name in SPREAD and not math.isnan(std) else ""
+    return "-" if math.isnan(mean) else f"{mean:.1f}{spread}"
 
 
 # --- certify -----------------------------------------------------------------------------------------------------------
@@ -355,9 +352,8 @@ def maps(
     if layer != "all" and not layer.removeprefix("-").isdecimal():
         raise OptionError(f"--layer is {layer!r}: it must be a whole number, or all.")
     paths = photos_in(photos) if photos else []
-    options = {"photos": paths, "unverified": unverified}
     with (
-        opened([weights], data, split, data_dir, limit, 8, device, **options) as [(model, found)],  # type: ignore[arg-type]
+        opened([weights], data, split, data_dir, limit, 8, device, photos=paths, unverified=unverified) as [(model, found)],
         only_looking(model),
     ):
         layers = list(range(len(model.blocks))) if layer == "all" else [int(layer)]
