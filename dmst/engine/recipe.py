@@ -174,11 +174,9 @@ class Recipe:
         )  # fmt: skip
         yield "data.limit run.batch_size", not data.limit or data.limit >= run.batch_size, "too few images for one step"
 
-    def model_config(self, num_classes: int | None = None, in_chans: int | None = None) -> ModelConfig:
-        """The network; classes and channels are those of the data, the named model's where not given."""
-        known = {"num_classes": num_classes, "in_chans": in_chans}
-        given = {key: value for key, value in known.items() if value is not None}
-        return model_config(self.model.name, **self.model.options, **self._image_size(), **given)
+    def model_config(self, **of_data: int) -> ModelConfig:
+        """The network; num_classes and in_chans are those of the data, the named model's where not given."""
+        return model_config(self.model.name, **self.model.options, **self._image_size(), **of_data)
 
     @property
     def lr_scale(self) -> float:
@@ -258,19 +256,16 @@ def _shipped() -> dict[str, bytes]:
     return {file.name.removesuffix(".toml"): file.read_bytes() for file in folder.iterdir() if file.name.endswith(".toml")}
 
 
-def _parse(data: bytes, source: str) -> dict[str, Any]:
-    """The tables of a file, a byte order mark before them or not. Nothing is interpolated or taken from the environment."""
+def _build(data: bytes, source: str, overrides: Sequence[str] = ()) -> Recipe:
+    """From a file, a byte order mark before it or not. Nothing is interpolated or taken from the environment."""
     if len(data) > FILE:
         raise ConfigError(source, "", f"it has more than {FILE:,} bytes, which no recipe needs.")
     try:
-        return tomllib.loads(data.decode("utf-8-sig"))
+        parsed = tomllib.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(source, "", f"it is not TOML in UTF-8: {error}.") from error
-
-
-def _build(data: bytes, source: str, overrides: Sequence[str] = ()) -> Recipe:
     tables: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    for name, table in _parse(data, source).items():
+    for name, table in parsed.items():
         if not isinstance(table, dict):
             raise ConfigError(source, name, f"{name} must be a section: a line [{name}], and its keys below.")
         for key, value in table.items():
