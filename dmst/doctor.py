@@ -182,11 +182,7 @@ def findings(report: dict[str, Any]) -> list[dict[str, str]]:
         what = f"this machine has an NVIDIA GPU, but torch {report['versions']['torch']} {build}"
         remedy = "install a CUDA build of torch (https://pytorch.org/get-started/locally) and a new enough NVIDIA driver"
         problems.append((what, f"{remedy}; unset CUDA_VISIBLE_DEVICES; in a container, pass the GPU in (--gpus all)"))
-    if (0, 0) < device["capability"] < choice.OLDEST_DEVICE:
-        oldest = ".".join(map(str, choice.OLDEST_DEVICE))
-        what = f"{device['name']} ({device['what']}) is too old for the fused kernels, which need {oldest}"
-        notes.append((what, "nothing to do: the plain kernels are used"))
-    elif report["triton_problem"] and device["name"] != "cpu":
+    if report["triton_problem"] and device["capability"] >= choice.OLDEST_DEVICE:  # an older GPU does not need it
         remedy = "pip install --upgrade 'dmst[kernels]'; until then the plain kernels are used"
         problems.append((f"the fused kernels cannot be used on this GPU: {report['triton_problem']}", remedy))
     for test in report["self_test"]:

@@ -34,7 +34,6 @@ MACHINES = [
     (machine(gpu_present=True), "problem", "2.13.0+cpu is a CPU build", "pytorch.org"),
     (machine(gpu_present=True, cuda_build="13.0"), "problem", "CUDA 13.0 cannot use it", "NVIDIA driver"),
     (machine(H200, gpu_present=True, triton_problem=NO_TRITON), "problem", NO_TRITON, "'dmst[kernels]'"),
-    (machine(T4, triton_problem=NO_TRITON), "note", "too old for the fused kernels, which need 8.0", "plain kernels"),
     (machine(operator_problems=BROKEN), "note", "'mine' is broken", "only needed"),
 ]
 
@@ -49,7 +48,7 @@ def test_each_problem_has_its_remedy(machine: dict[str, Any], level: str, what: 
 
 def test_a_sound_machine_has_no_findings_and_failed_tests_come_first() -> None:
     passed = {"operator": "dmsa", "kernel": "closed form", "device": "cpu", "dtype": "float32", "problem": ""}
-    for devices, problem in (((), ""), ((), NO_TRITON), ((H200,), "")):
+    for devices, problem in (((), ""), ((), NO_TRITON), ((H200,), ""), ((T4,), NO_TRITON)):
         assert doctor.findings(machine(*devices, triton_problem=problem, self_test=[passed])) == []
     wrong = [passed | {"kernel": "fused", "problem": "x"}, passed | {"problem": "y"}]
     fused, plain, note = doctor.findings(machine(operator_problems=BROKEN, self_test=wrong))

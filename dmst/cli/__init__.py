@@ -12,8 +12,7 @@ import json
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -33,24 +32,14 @@ USAGE: Any = typer.BadParameter.__base__  # UsageError, of click or of typer's o
 WARNING = warnings.formatwarning
 
 
-@contextmanager
-def _quoted() -> Iterator[None]:
-    """What was typed wrong is quoted so that it can be shown."""
-    try:
-        yield
-    except USAGE as error:
-        error.message = lines(error.message)
-        raise
-
-
 class _Group(TyperGroup):
-    def make_context(self, *args: Any, **options: Any) -> Any:
-        with _quoted():
-            return super().make_context(*args, **options)
-
     def invoke(self, ctx: Any) -> Any:
-        with _quoted():
+        """What was typed wrong is quoted so that it can be shown."""
+        try:
             return super().invoke(ctx)
+        except USAGE as error:
+            error.message = lines(error.message)
+            raise
 
 
 app = typer.Typer(

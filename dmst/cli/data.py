@@ -155,9 +155,7 @@ def _facts(name: str, entry: Entry) -> Iterator[tuple[str, str]]:
     yield "cite", entry.citation
     if entry.files:
         yield "fetch", f"dmst data fetch {name}    {sum(file.bytes for file in entry.files) / 1e6:,.0f} MB"
-    if entry.places:
-        places = dict.fromkeys(place for split in entry.places.values() for place in split)
-        yield "read as", f"{entry.layout}: {', '.join(places)}"
+    yield "read as", entry.layout
 
 
 def _opened(name: str, split: str, data_dir: str | None) -> tuple[str, bool]:

@@ -63,7 +63,8 @@ class Picture:
 class Session:
     def __init__(self, models: Sequence[str], device: torch.device | str = "cpu") -> None:
         for where in models:
-            check(where)
+            if where not in shipped.SHIPPED and not Path(where).exists():
+                prepare.read_weights(where)  # which says what there is
         names = names_of(models)
         self.networks = {f"m{i}": Network(f"m{i}", where, names[i], device) for i, where in enumerate(models)}
         self.examples = {f"e{i}": _picture(f"e{i}", *each) for i, each in enumerate(examples())}
@@ -191,17 +192,9 @@ def examples() -> list[tuple[bytes, str, str]]:
 
 
 def names_of(models: Sequence[str]) -> list[str]:
-    """The last part of each; with its folder and its place in the list where two have the same."""
-    paths = [Path(where).resolve() if Path(where).exists() else Path(where) for where in models]
-    names = [visible(path.name) or "model" for path in paths]
-    long = [f"{visible(path.parent.name)}/{name} ({i})" for i, (path, name) in enumerate(zip(paths, names, strict=True))]
-    return [name if names.count(name) == 1 else other for name, other in zip(names, long, strict=True)]
-
-
-def check(where: str) -> None:
-    """What is known without loading: whether there is such a name or folder."""
-    if where not in shipped.SHIPPED and not Path(where).exists():
-        prepare.read_weights(where)  # which says what there is
+    """The last part of each; with its place in the list where two have the same."""
+    names = [visible(Path(where).resolve().name) for where in models]
+    return [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)]
 
 
 def gates_of(asked: Any, model: VisionModel) -> Gates:

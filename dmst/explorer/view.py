@@ -102,21 +102,11 @@ def gradient(found: Tensor) -> dict[str, Any]:
 
 def _sentence(layer: LayerCertificate) -> str:
     """The certificate's own sentence is of many images; this one of the one that is looked at."""
-    change, again = layer.total["frozen"].mean, layer.total["reread"].mean
-    how = "lowers" if change < 0 else "raises" if change > 0 else "does not change"
-    by = f" by {_nats(change)}" if change else ""
-    sure = ", and the bound guarantees it" if layer.guaranteed else ""
-    heads = ", ".join(map(str, layer.raising))
-    raising = f"These heads raise their own part: {heads}" if heads else "No head raises its own part"
-    cost = f"{_nats(again)} {'less' if again < 0 else 'more'}" if again else "as much as before"
+    sure = ", as the bound guarantees" if layer.guaranteed else ""
+    raising = f" Heads that raise their own part: {', '.join(map(str, layer.raising))}." if layer.raising else ""
     return (
-        f"Layer {layer.layer} {how} its own rate{by} for this picture{sure}. {raising}. Read again after the norm, the tokens "
-        f"cost {cost}."
+        f"Layer {layer.layer} changes its own rate by {layer.total['frozen'].mean:+.2g} nats for this picture{sure}.{raising}"
     )
-
-
-def _nats(change: float) -> str:
-    return f"{abs(change):#.2g} nats"
 
 
 def plain(values: Tensor) -> Any:
