@@ -146,7 +146,15 @@ class TrainStream(_Stream):
                 yield Part(epoch, self._order(epoch)[position], position)
 
     def _order_of(self, epoch: int) -> Tensor:
-        return epoch_order(len(self.image_set), self.seed, epoch, self.augment.repeats, self.batch_size)
+        """Samples, image + copy * 2^40, int64 on the CPU."""
+        images, repeats = len(self.image_set), self.augment.repeats
+        shuffled = chance.permutation("order", self.seed, epoch, images)
+        if repeats == 1:
+            return shuffled
+        place = torch.arange(epoch_length(images, repeats))
+        copy = place % repeats
+        by_copy = torch.argsort(place // self.batch_size * repeats + copy, stable=True)
+        return (shuffled[place // repeats] + copy * chance.COPY)[by_copy]
 
 
 class EvalStream(_Stream):
@@ -168,16 +176,6 @@ class EvalStream(_Stream):
 
 def epoch_length(images: int, repeats: int) -> int:
     return images if repeats == 1 else images // ROUND * ROUND
-
-
-def epoch_order(images: int, seed: int, epoch: int, repeats: int, batch_size: int) -> Tensor:
-    """Samples, image + copy * 2^40, int64 on the CPU."""
-    shuffled = chance.permutation("order", seed, epoch, images)
-    if repeats == 1:
-        return shuffled
-    place = torch.arange(epoch_length(images, repeats))
-    copy = place % repeats
-    return (shuffled[place // repeats] + copy * chance.COPY)[torch.argsort(place // batch_size * repeats + copy, stable=True)]
 
 
 def micro_batch(images: int, batch_size: int, shard: Shard, repeats: int, pairs: bool) -> int:

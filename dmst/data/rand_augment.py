@@ -62,16 +62,12 @@ def rand_augment(images: Tensor, draws: Tensor, policy: Policy, fill: Tensor, in
         which, whether, one, two, sign = layer.unbind(1)
         operation = integers(which, len(OPERATIONS))
         operation = torch.where(whether < policy.probability, operation, -1)
-        magnitude = _magnitude(one, two, policy)
+        normal = torch.sqrt(-2 * torch.log(1 - one)) * torch.cos(2 * math.pi * two)
+        magnitude = (policy.magnitude + policy.spread * normal).clamp(0, 10)
+        if policy.spread > 100:
+            magnitude = one * policy.magnitude
         images = operate(images, operation, magnitude, sign < 0.5, policy.increasing, fill, interpolation)
     return images
-
-
-def _magnitude(one: Tensor, two: Tensor, policy: Policy) -> Tensor:
-    if policy.spread > 100:
-        return one * policy.magnitude
-    normal = torch.sqrt(-2 * torch.log(1 - one)) * torch.cos(2 * math.pi * two)
-    return (policy.magnitude + policy.spread * normal).clamp(0, 10)
 
 
 def operate(
@@ -98,7 +94,6 @@ def _tables(images: Tensor, operation: Tensor, level: Tensor, factor: Tensor, in
     """What each value becomes, (b, c, 256) uint8, by the operations that look at one pixel at a time; else the value itself."""
     value = torch.arange(256, device=images.device, dtype=torch.int32)[None, None, :]
     level, factor = level[:, None, None], factor[..., 0]
-    histogram = _histogram(images)
     low, high = images.flatten(2).amin(2, keepdim=True).to(torch.int32), images.flatten(2).amax(2, keepdim=True).to(torch.int32)
     bits = (level * 4).to(torch.int32)  # no magnitude is over 10
     bits = 4 - bits if increasing else bits
@@ -109,7 +104,7 @@ def _tables(images: Tensor, operation: Tensor, level: Tensor, factor: Tensor, in
     mean = mean_grey(images)[..., 0]
     candidates = {
         "AutoContrast": torch.where(high > low, (value - low) * 255 // (high - low).clamp(min=1), value),
-        "Equalize": _equalized(histogram, high, value),
+        "Equalize": _equalized(images, high, value),
         "Invert": 255 - value,
         "Posterize": value // step * step,
         "Solarize": torch.where(value < threshold, value, 255 - value),
@@ -123,15 +118,11 @@ def _tables(images: Tensor, operation: Tensor, level: Tensor, factor: Tensor, in
     return table.to(torch.uint8)
 
 
-def _histogram(images: Tensor) -> Tensor:
-    """How often each value occurs, (b, c, 256) int32."""
+def _equalized(images: Tensor, high: Tensor, value: Tensor) -> Tensor:
+    """Pillow's table: pixels below a value, in steps of 1/255 of all but the brightest; a step of none leaves the image."""
     at = images.flatten(2).to(torch.int64)
     zeros = torch.zeros(*at.shape[:2], 256, dtype=torch.int32, device=images.device)
-    return zeros.scatter_add(2, at, torch.ones_like(at, dtype=torch.int32))
-
-
-def _equalized(histogram: Tensor, high: Tensor, value: Tensor) -> Tensor:
-    """Pillow's table: pixels below a value, in steps of 1/255 of all but the brightest; a step of none leaves the image."""
+    histogram = zeros.scatter_add(2, at, torch.ones_like(at, dtype=torch.int32))
     total = histogram.sum(2, keepdim=True, dtype=torch.int32)
     step = (total - histogram.gather(2, high.to(torch.int64))) // 255
     below = histogram.cumsum(2, dtype=torch.int32) - histogram

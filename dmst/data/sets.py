@@ -220,16 +220,13 @@ def digest(*parts: str | bytes | np.ndarray) -> str:
     """sha256 of the parts, each behind its length, so that no two lists of parts read alike."""
     total = hashlib.sha256()
     for part in parts:
-        raw = _buffer(part)
+        if isinstance(part, np.ndarray):
+            raw: bytes | memoryview = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+        else:
+            raw = os.fsencode(part)
         total.update(f"{len(raw)}:".encode())
         total.update(raw)
     return total.hexdigest()
-
-
-def _buffer(part: str | bytes | np.ndarray) -> bytes | memoryview:
-    if isinstance(part, np.ndarray):
-        return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
-    return os.fsencode(part) if isinstance(part, str) else part
 
 
 def _packed(names: Sequence[str]) -> np.ndarray:
