@@ -24,7 +24,6 @@ from rich.table import Table
 from rich.text import Text
 
 from dmst import atomic
-from dmst.analysis.charts import Line
 from dmst.analysis.network_report import write_network_report
 from dmst.analysis.run_journal import Run
 from dmst.engine import journal
@@ -36,7 +35,7 @@ from dmst.errors import DmstError, Stopped, need
 from dmst.models import load_model, model_config
 from dmst.terminal import Terminal
 
-COLOURS = {"dmst_digits": "c1", "tost_digits": "c2", "vit_digits": "c3"}
+NETWORKS = ("dmst_digits", "tost_digits", "vit_digits")
 COLUMNS = ("network", "attention", "held-out accuracy", "runs", "parameters", "training images/s")
 
 
@@ -68,7 +67,7 @@ def run_demo(out: str | Path = "runs/demo", *, seeds: int = 3, epochs: int = 16,
     console.print(table)
     model = load_model(first / FINAL)
     images = sample(model, "digits")
-    compared = {"columns": COLUMNS, "rows": rows, "lines": curves(outcomes), "seeds": seeds}
+    compared = {"columns": COLUMNS, "rows": rows, "seeds": seeds}
     title = "DMST reads digits: a transformer you can look into"
     page = write_network_report(out / "report.html", model, images, images.name, title=title, run=run, compared=compared)
     console.print(f"The report is {page}", style="bold green", soft_wrap=True)
@@ -108,7 +107,7 @@ def train_one(out: Path, model: str, seed: int, epochs: int) -> dict[str, Any]:
 def summary(outcomes: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """A row for each network: name, operator, accuracy, runs, parameters, speed on one core."""
     rows: list[tuple[str, ...]] = []
-    for name in COLOURS:
+    for name in NETWORKS:
         runs = [run for run in outcomes if run["model"] == name]
         read = [100 * run["accuracies"][-1] for run in runs]
         accuracy = f"{fmean(read):.1f} %" + (f" ± {stdev(read):.1f}" if len(runs) > 1 else "")
@@ -116,15 +115,3 @@ def summary(outcomes: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         operator, parameters = model_config(name).operator, f"{runs[0]['parameters']:,}"
         rows.append((name, operator, accuracy, str(len(runs)), parameters, f"{speed:,.0f}"))
     return rows
-
-
-def curves(outcomes: list[dict[str, Any]]) -> list[Line]:
-    """Accuracy by epoch, a line for each network: the mean of its runs, in a band from the lowest to the highest."""
-    lines = []
-    for name, colour in COLOURS.items():
-        rows = [run["accuracies"] for run in outcomes if run["model"] == name]
-        epochs = [[100 * value for value in epoch] for epoch in zip(*rows, strict=True)]
-        mean, low, high = ([each(epoch) for epoch in epochs] for each in (fmean, min, max))
-        line = Line(name, range(1, len(mean) + 1), mean, colour=colour)
-        lines.append(line._replace(low=low, high=high) if len(rows) > 1 else line)
-    return lines

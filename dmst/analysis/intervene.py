@@ -74,7 +74,10 @@ def _gates_of(operator: TokenStatistics, values: Mapping[int, float]) -> Iterato
 
     def steps(z: Tensor, grid: Grid = None) -> reference.Steps:
         found = inner(z, grid)
-        return found._replace(gate=_with(found, values))
+        gate = torch.ones_like(found.divisor) if found.gate is None else found.gate.clone()
+        for head, value in values.items():
+            gate[..., head] = value
+        return found._replace(gate=gate)
 
     operator.__dict__ |= {"steps": steps, "is_plain": lambda: False}  # not the class: other layers stay as they are
     try:
@@ -84,15 +87,6 @@ def _gates_of(operator: TokenStatistics, values: Mapping[int, float]) -> Iterato
             del operator.__dict__[name]
             if method is not None:
                 operator.__dict__[name] = method
-
-
-def _with(steps: reference.Steps, forced: Mapping[int, float]) -> Tensor:
-    """The gate (b, k) with some of its heads replaced; ones where the layer has none."""
-    gate = torch.ones_like(steps.divisor) if steps.gate is None else steps.gate
-    columns = list(gate.unbind(-1))
-    for head, value in forced.items():
-        columns[head] = torch.full_like(columns[head], value)
-    return torch.stack(columns, -1)
 
 
 @contextmanager

@@ -36,7 +36,6 @@ MOST_PAIRS = 20  # that are confused
 SHOWN = 8  # surest answers, right and wrong
 LETTERS = 26  # of a name
 MOST_LAYERS = 12  # across the page
-MOST_CELLS = 400_000  # of all maps together: a cell costs up to four bytes of the page
 PHOTO = 144  # pixels of an image on the page, the longer side
 WHERE = PLACES | {"input": "before the operator"}  # where rates are measured
 Batches = Iterable[tuple[Tensor, Tensor | None]]  # may be gone through several times
@@ -272,18 +271,17 @@ def class_name(classes: Sequence[str], label: int) -> str:
 
 
 def maps_of(model: VisionModel, images: Tensor) -> dict[str, Any] | None:
-    """The maps of the first images, as many as a page has room for; None where the operator computes no memberships.
+    """The maps of these images; None where the operator computes no memberships.
 
     rows has for each image a (head, tiles) for each head, with a tile for each layer. A silent head has gate 0; where operators
     have no gates it is None. low and high are the ends of the colours: 0 and 1, or least and greatest where all are close.
     """
     with only_looking(model):
-        first = model.blocks[0].trace(*model.embed(images[:1])).parts  # type: ignore[operator]
-        if first.membership is None:
-            return None
-        layers = evenly(range(len(model.blocks)), MOST_LAYERS)
-        room = MOST_CELLS // (len(layers) * first.membership[0].numel())
-        trace = model.trace(images[: max(1, room)])
+        trace = model.trace(images)
+    first = trace.layers[0].parts
+    if first.membership is None:
+        return None
+    layers = evenly(range(len(model.blocks)), MOST_LAYERS)
     drawn = torch.stack([maps(trace, layer) for layer in layers], 2)  # (b, k, layers, rows, columns)
     low, high = drawn.min().item(), drawn.max().item()
     if high - low > 0.5:
