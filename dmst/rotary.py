@@ -74,12 +74,8 @@ def factors(
 
 
 def _grid(grid: Any, n: int) -> tuple[int, int]:
-    if grid is None:
-        raise ShapeError(
-            "mode '2d' of rotary needs grid=(rows, columns) of the tokens: pass grid to the operator, or use '1d'."
-        )
     if not (isinstance(grid, tuple | list) and len(grid) == 2 and min(grid) >= 0 and grid[0] * grid[1] == n):
-        raise ShapeError(f"grid is {grid!r}: it must be (rows, columns) of the {n} tokens in z.")
+        raise ShapeError(f"grid is {grid!r}: rotary '2d' needs grid=(rows, columns) of the {n} tokens in z; '1d' needs none.")
     return grid[0], grid[1]
 
 

@@ -80,7 +80,8 @@ class VisionModel(nn.Module):
 
     def embed(self, images: Tensor) -> tuple[Tensor, Grid]:
         """The tokens that the first block reads, and the grid of their patches."""
-        grid = self._grid(images)
+        name, in_chans, size = self.config.name, self.config.in_chans, self.config.patch_size
+        grid = patch_grid(images, self._weight().dtype, name=name, in_chans=in_chans, patch_size=size)
         z = self.stem(images)
         if self.config.prefix:
             z = torch.cat((self._token(z), z), 1)
@@ -247,11 +248,6 @@ class VisionModel(nn.Module):
         if self.config.global_pool == "token":
             return z[:, 0]
         return z[:, int(self.cls_token is not None) :].mean(1) if self.config.global_pool == "avg" else z
-
-    def _grid(self, images: Tensor) -> Grid:
-        """Rows and columns of patches, or an error that says what does not fit."""
-        name, in_chans, size = self.config.name, self.config.in_chans, self.config.patch_size
-        return patch_grid(images, self._weight().dtype, name=name, in_chans=in_chans, patch_size=size)
 
     def _indices(self, indices: int | Sequence[int] | None) -> list[int]:
         depth = len(self.blocks)
