@@ -20,8 +20,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +42,17 @@ def write_text(path: Path, text: str) -> Path:
 
 def write_bytes(path: Path, data: bytes) -> Path:
     """Write a file; returns its path."""
-    staging = temporary(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with _staged(path, len(data)) as staging:
         _write(staging, data)
         staging.replace(path)
-    except OSError as error:
-        raise failed(path, error, len(data)) from error
-    finally:
-        remove(staging)
-    with suppress(OSError):  # the new file is in place
-        sync(path.parent)
     return path
 
 
 def write_folder(folder: Path, files: Iterable[tuple[str, bytes]], size: int) -> Path:
     """Write a folder of these files, about `size` bytes in all, in the place of an old one; returns its path."""
     needed = size + size // 5  # a fifth to spare
-    staging, aside = temporary(folder), temporary(folder, "old.")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = temporary(folder, "old.")
+    with _staged(folder, needed) as staging:
         if shutil.disk_usage(folder.parent).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         staging.mkdir()
@@ -76,15 +67,24 @@ def write_folder(folder: Path, files: Iterable[tuple[str, bytes]], size: int) ->
             if os.path.lexists(aside):
                 aside.rename(folder)
             raise
-    except OSError as error:
-        raise failed(folder, error, needed) from error
-    finally:
-        remove(staging)
-    with suppress(OSError):  # the new folder is in place: to say that the old one is untouched would be a lie
-        sync(folder.parent)
     for left in set_aside(folder):
         remove(left)
     return folder
+
+
+@contextmanager
+def _staged(path: Path, needed: int) -> Iterator[Path]:
+    """A temporary name that the block renames to `path`; gone if the block fails, and the rename synced if not."""
+    staging = temporary(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield staging
+    except OSError as error:
+        raise failed(path, error, needed) from error
+    finally:
+        remove(staging)
+    with suppress(OSError):  # the new one is in place: to say that the old one is untouched would be a lie
+        sync(path.parent)
 
 
 def set_aside(folder: Path) -> list[Path]:

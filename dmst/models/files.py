@@ -58,8 +58,19 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
     names, classes = model.class_names, model.config.num_classes
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names) or len(names) not in (0, classes):
         raise OptionError(f"class_names is {shown(names)}: it must be a tuple of {classes} names, one per class, or ().")
-    _refuse_odd_options(model.config)
-    tensors = _tensors_of(model)
+    options = dict(model.config.operator_options)
+    try:
+        same = json.loads(json.dumps(options, allow_nan=False)) == options
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise OptionError(
+            f"operator_options are {options!r}: a saved model can store only text, numbers, lists, and dicts with text keys."
+        )
+    tensors = model.state_dict()
+    for name, module in model.named_modules():  # orthonormal matrices are retracted, as the model uses them
+        if isinstance(module, OrthonormalLinear) and not is_orthonormal(module.weight):
+            tensors[f"{name}.weight"] = orthonormal_rows(module.weight)
     try:
         fit(tensors, VisionModel(model.config, device="meta").state_dict(), "the model", any_float=True)
     except BadFileError as error:  # what could not be loaded is not written
@@ -80,22 +91,29 @@ def load_model(folder: str | Path, *, unverified: bool = False, device: Any = No
     writes. For other classes: `model.reset_classifier`.
     """
     folder = _found(Path(folder))
-    told = _read_config(folder / CONFIG, unverified)
+    path = folder / CONFIG
+    if not path.exists():
+        raise BadFileError(f"{path} cannot be read: there is none, and a saved model is a folder with {WEIGHTS} and {CONFIG}.")
+    told = atomic.read_sealed(path, most=LARGEST_CONFIG, links=True, required=False)  # caches of models are made of links
+    if "self_sha256" not in told and not unverified:
+        raise BadFileError(f"{path} has no sha256, so damage could not be detected: pass unverified=True to load it anyway.")
     size, digest = None, ""
     try:
         if "dmst" in told:
-            config, size, digest = _own_config(folder / CONFIG, told)
+            config, size, digest = _own_config(path, told)
         else:
-            config = _foreign_config(folder / CONFIG, told)
+            config = _foreign_config(path, told)
     except TypeError as error:  # a keyword that no signature takes
-        raise BadFileError(f"{folder / CONFIG} is not a valid config: {error}.") from error
+        raise BadFileError(f"{path} is not a valid config: {error}.") from error
     model = VisionModel(config, device="meta")
     path, wanted = folder / WEIGHTS, model.state_dict()
     most = LONGEST_HEADER + 8 * sum(x.numel() for x in wanted.values())
     weights = from_bytes(path, atomic.read(path, size, sha256=digest, most=most, links=True))
     fit(weights, wanted, f"{path} for {config.name}", any_float=True)
     model.load_state_dict({name: x.to(device) for name, x in weights.items()}, strict=True, assign=True)
-    model.class_names = _class_names(told, config.num_classes)
+    names = told.get("label_names")  # timm's config may name fewer, or describe them otherwise
+    if isinstance(names, list) and len(names) == config.num_classes and all(isinstance(name, str) for name in names):
+        model.class_names = tuple(names)
     if isinstance(stated := told.get("pretrained_cfg"), dict):
         set_mean_std(model.pretrained_cfg, stated.get("mean"), stated.get("std"))
     return model.eval()
@@ -131,28 +149,6 @@ def _describe(model: VisionModel, weights: bytes) -> dict[str, Any]:
     }
 
 
-def _tensors_of(model: VisionModel) -> dict[str, Tensor]:
-    """Orthonormal matrices are retracted, as the model uses them."""
-    found = model.state_dict()
-    for name, module in model.named_modules():
-        if isinstance(module, OrthonormalLinear) and not is_orthonormal(module.weight):
-            found[f"{name}.weight"] = orthonormal_rows(module.weight)
-    return found
-
-
-def _refuse_odd_options(config: ModelConfig) -> None:
-    """Options that JSON would bring back changed."""
-    options = dict(config.operator_options)
-    try:
-        same = json.loads(json.dumps(options, allow_nan=False)) == options
-    except (TypeError, ValueError):
-        same = False
-    if not same:
-        raise OptionError(
-            f"operator_options are {options!r}: a saved model can store only text, numbers, lists, and dicts with text keys."
-        )
-
-
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -164,15 +160,6 @@ def _found(folder: Path) -> Path:
         return kept[-1]
     inside = folder / "final"  # of a finished run
     return inside if inside.is_dir() and not (folder / CONFIG).exists() else folder
-
-
-def _read_config(path: Path, unverified: bool) -> dict[str, Any]:
-    if not path.exists():
-        raise BadFileError(f"{path} cannot be read: there is none, and a saved model is a folder with {WEIGHTS} and {CONFIG}.")
-    told = atomic.read_sealed(path, most=LARGEST_CONFIG, links=True, required=False)  # caches of models are made of links
-    if "self_sha256" not in told and not unverified:
-        raise BadFileError(f"{path} has no sha256, so damage could not be detected: pass unverified=True to load it anyway.")
-    return told
 
 
 def _own_config(path: Path, told: dict[str, Any]) -> tuple[ModelConfig, int, str]:
@@ -201,13 +188,6 @@ def _foreign_config(path: Path, told: dict[str, Any]) -> ModelConfig:
         raise BadFileError(f"{path} is no config of a model: it needs a text architecture, and options as model_args.")
     own = {key: told[key] for key in ("num_classes", "global_pool") if key in told}
     return model_config(told["architecture"], **own | args)
-
-
-def _class_names(told: dict[str, Any], classes: int) -> tuple[str, ...]:
-    """None where timm's config names fewer, or describes them otherwise."""
-    names: Any = told.get("label_names")
-    fits = isinstance(names, list) and len(names) == classes and all(isinstance(name, str) for name in names)
-    return tuple(names) if fits else ()
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
