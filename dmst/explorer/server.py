@@ -40,7 +40,6 @@ from dmst.explorer.session import UPLOAD, RefusedError, Session
 CONNECTIONS = 64
 QUESTION = 64 * 2**10  # bytes of JSON
 KEPT = 30  # seconds for a connection that is not used
-BROKEN = "something went wrong; the terminal shows the error"
 
 
 class Site:
@@ -135,7 +134,7 @@ async def nothing(request: Request, error: Exception) -> Response:
 
 
 async def broken(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": BROKEN}, 500)
+    return JSONResponse({"error": "something went wrong; the terminal shows the error"}, 500)
 
 
 # --- the server ------------------------------------------------------------------------------------------------------

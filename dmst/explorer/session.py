@@ -26,7 +26,7 @@ from dmst.data.images import decode
 from dmst.data.loader import View
 from dmst.engine import prepare
 from dmst.engine.classify import Photos
-from dmst.errors import DmstError, OptionError, number, shown
+from dmst.errors import DmstError, OptionError, choose, number, shown
 from dmst.explorer import view
 from dmst.models import VisionModel, shipped
 from dmst.photos import PHOTOS, photo
@@ -126,6 +126,7 @@ class Network:
     def told(self) -> dict[str, Any]:
         model = self.model if self.state == "ready" else None
         config = model and model.config
+        forms: list[Any] = [getattr(block.operator, "form", None) for block in model.blocks] if model else []
         return {
             "id": self.id,
             "name": self.name,
@@ -138,7 +139,7 @@ class Network:
             "channels": config and config.in_chans,
             "parameters": model and sum(weight.numel() for weight in model.parameters()),
             "image_size": config and list(config.img_size),  # type: ignore[arg-type]
-            "gates": model and _has_gates(model),
+            "gates": model and any(form and form.gate for form in forms),
         }
 
     def seen(self, picture: Picture) -> bytes:
@@ -199,25 +200,14 @@ def names_of(models: Sequence[str]) -> list[str]:
 
 def gates_of(asked: Any, model: VisionModel) -> Gates:
     """{"3": {"1": 0.0}} with whole numbers for keys, in order; what is not that is refused."""
-    depth, heads = len(model.blocks), model.config.num_heads
+    layers, heads = [str(i) for i in range(len(model.blocks))], [str(i) for i in range(model.config.num_heads)]
     if not isinstance(asked, Mapping) or not all(isinstance(each, Mapping) for each in asked.values()):
         raise OptionError(f'gates is {shown(asked)}: it must be like {{"3": {{"1": 0.0}}}}, layer, head and gate.')
     found: Gates = {}
     for layer, row in asked.items():
-        forced = {_index("head", head, heads): number("gate", gate, -1e6, 1e6) for head, gate in row.items()}
-        found[_index("layer", layer, depth)] = dict(sorted(forced.items()))
+        forced = {int(choose("head", head, heads)): number("gate", gate, -1e6, 1e6) for head, gate in row.items()}
+        found[int(choose("layer", layer, layers))] = dict(sorted(forced.items()))
     return {layer: row for layer, row in sorted(found.items()) if row}
-
-
-def _index(what: str, key: str, count: int) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) < 5 and str(int(key)) == key and int(key) < count):
-        raise OptionError(f"{what} is {shown(key)}: it must be a whole number from 0 to {count - 1}, as text.")
-    return int(key)
-
-
-def _has_gates(model: VisionModel) -> bool:
-    forms = [getattr(block.operator, "form", None) for block in model.blocks]
-    return any(form is not None and form.gate is not None for form in forms)
 
 
 def _picture(id: str, raw: bytes, name: str = "", credit: str = "") -> Picture:

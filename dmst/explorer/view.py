@@ -104,9 +104,8 @@ def _sentence(layer: LayerCertificate) -> str:
     """The certificate's own sentence is of many images; this one of the one that is looked at."""
     sure = ", as the bound guarantees" if layer.guaranteed else ""
     raising = f" Heads that raise their own part: {', '.join(map(str, layer.raising))}." if layer.raising else ""
-    return (
-        f"Layer {layer.layer} changes its own rate by {layer.total['frozen'].mean:+.2g} nats for this picture{sure}.{raising}"
-    )
+    change = layer.total["frozen"].mean
+    return f"Layer {layer.layer} changes its own rate by {change:+.2g} nats for this picture{sure}.{raising}"
 
 
 def plain(values: Tensor) -> Any:
