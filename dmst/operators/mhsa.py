@@ -33,7 +33,9 @@ class MHSA(Operator):
         **options: Any,
     ) -> None:
         super().__init__(dim, num_heads)
+        scale = options.pop("qk_scale", None)
         bias = lineage_options(MHSA, bias, options)
+        self.scale = self.head_dim**-0.5 if scale is None else number("qk_scale", scale, -1e6, 1e6)
         self.qkv = nn.Linear(dim, 3 * dim, bias=bias, device=device, dtype=dtype)
         self.out = nn.Linear(dim, dim, device=device, dtype=dtype)
         self.attn_drop = number("attn_drop", attn_drop, 0, 1)
@@ -48,12 +50,12 @@ class MHSA(Operator):
     def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
         q, k, v = self._project(z)
         drop = self.attn_drop if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=self.head_dim**-0.5)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=self.scale)
         return self.proj_drop(self.out(rearrange(mixed, "b k n p -> b n (k p)")))
 
     def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
         """`projected` is v: what is mixed."""
         q, k, v = self._project(z)
         with without_autocast(z):
-            attention = (wide(q) @ wide(k).mT * self.head_dim**-0.5).softmax(-1)
+            attention = (wide(q) @ wide(k).mT * self.scale).softmax(-1)
         return Parts(projected=v, attention=attention)
