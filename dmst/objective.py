@@ -54,6 +54,9 @@ def group_rate(z: Float[Tensor, "b n d"], membership: Float[Tensor, "b k n"], *,
     return _like_input(0.5 * (_share(mass, x.shape[-2]) * per_head).sum(-1), z)
 
 
+membership_rate = group_rate  # the paper writes R^c(Z | Pi) and R_cf(Z, Pi) for one function
+
+
 def subspace_rate(z: Float[Tensor, "b n d"], subspaces: Float[Tensor, "k d p"], *, eps: float) -> Float[Tensor, "b"]:
     """R_c,f(Z | U) = 1/2 sum_k logdet(I + p/(n eps^2) (Z U_k)^T (Z U_k)): CRATE's. No bound of R^c for arbitrary U."""
     _check_shape("subspaces", subspaces, (subspaces.shape[0], z.shape[-1], subspaces.shape[-1]))
@@ -130,6 +133,11 @@ def complete_rate(
     scale = _scale(d, eps)
     per_head = torch.log1p(scale * moment).sum(-1) + (d - p) * torch.log1p(scale * residual)
     return _like_input(0.5 * (_share(mass, n) * per_head).sum(-1), z)
+
+
+def rate_reduction(total: Float[Tensor, "b"], compressed: Float[Tensor, "b"]) -> Float[Tensor, "b"]:
+    """Delta R = R(Z) - R^c(Z): how much the grouping saves. The objective maximises it."""
+    return total - compressed
 
 
 # --- shared pieces ---------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ def test_group_rate_by_hand() -> None:
     hard = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], dtype=F64)  # each token its own group, mass 1, share 1/2, d/eps^2 = 2
     expected = 0.5 * (0.5 * math.log(1 + 2 * 4) + 0.5 * math.log(1 + 2 * 1))
     assert o.group_rate(z, hard, eps=1.0).item() == pytest.approx(expected, abs=1e-14)
+    assert o.membership_rate is o.group_rate
 
 
 def test_subspace_rate_by_hand() -> None:
@@ -375,8 +376,8 @@ def test_the_papers_third_equation_needs_its_weights() -> None:
         for k in range(3):
             gram = torch.einsum("bn,bni,bnj->bij", membership[:, k], z, z)
             unweighted += 0.5 * torch.logdet(torch.eye(6, dtype=F64) + (6 / (0.25 * mass[:, k]))[:, None, None] * gram)
-        assert (o.coding_rate(z, eps=0.5) - unweighted < 1e-12).all()
-        assert (o.coding_rate(z, eps=0.5) - o.group_rate(z, membership, eps=0.5) >= 0).all()
+        assert (o.rate_reduction(o.coding_rate(z, eps=0.5), unweighted) < 1e-12).all()
+        assert (o.rate_reduction(o.coding_rate(z, eps=0.5), o.group_rate(z, membership, eps=0.5)) >= 0).all()
 
 
 def test_row_6_gradient_of_the_complete_rate() -> None:

@@ -29,8 +29,8 @@ def arm(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callab
 
 def test_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = arm(objective, monkeypatch)
-    public = {name for name in vars(objective) if name.endswith("_rate")}
-    assert public <= set(rates)
+    public = {name for name in vars(objective) if name.endswith("_rate")} | {"rate_reduction"}
+    assert public <= set(rates) | {"membership_rate"}  # which is another name of group_rate
     z, membership = torch.randn(2, 7, 11), torch.rand(2, 3, 7)
     projected, subspaces = torch.randn(2, 3, 7, 5), torch.randn(3, 11, 5)
     assert rates["coding_rate"](z, eps=0.5).shape == (2,)
