@@ -63,7 +63,7 @@ def opened(
     batch_size: int,
     device: str | None,
     *,
-    photos: Sequence[str] = (),
+    photos: Sequence[str | Path] = (),
     unverified: bool = False,
 ) -> Iterator[list[tuple[VisionModel, Sample]]]:
     """Every network, and the images that are asked for, else those that a run was evaluated on, else what is at hand."""

@@ -102,10 +102,11 @@ def gradient(found: Tensor) -> dict[str, Any]:
 
 def _sentence(layer: LayerCertificate) -> str:
     """The certificate's own sentence is of many images; this one of the one that is looked at."""
-    sure = ", as the bound guarantees" if layer.guaranteed else ""
-    raising = f" Heads that raise their own part: {', '.join(map(str, layer.raising))}." if layer.raising else ""
     change = layer.total["frozen"].mean
-    return f"Layer {layer.layer} changes its own rate by {change:+.2g} nats for this picture{sure}.{raising}"
+    how = f"lowers its own rate by {-change:.2g} nats" if change < 0 else f"raises its own rate by {change:.2g} nats"
+    sure = ", and the bound guarantees it" if layer.guaranteed else ""
+    raising = f"These heads raise their own part: {', '.join(map(str, layer.raising))}." if layer.raising else ""
+    return f"Layer {layer.layer} {how if change else 'does not change its own rate'} for this picture{sure}. {raising}".strip()
 
 
 def plain(values: Tensor) -> Any:
