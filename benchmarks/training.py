@@ -19,20 +19,21 @@ from dataclasses import replace
 import measure
 import torch
 
-from dmst.data.loader import Batch
+from dmst.data.loader import Batch, Shard, TrainStream
 from dmst.engine import prepare
 from dmst.engine.distributed import Group, joined
 from dmst.engine.recipe import Recipe, read_recipe
 from dmst.engine.train_step import TrainStep
+from dmst.models import VisionModel
 
 WARM = 12  # steps before the clock runs: compilation and recording are among them
 
 
 def fill_row(row: measure.Row, recipe: Recipe, sets: prepare.Sets, group: Group, seconds: float) -> None:
     model = prepare.build_model(recipe, sets.train.classes, sets.channels).to(group.device)
-    run, stream = TrainStep(model, recipe, group), prepare.train_stream(model, recipe, sets, group)
+    run, stream = TrainStep(model, recipe, group), stream_of(model, recipe, sets, group.device)
     batches, held = stream.batches(0, 10**9), next(stream.batches(0, 1))
-    exact = next(prepare.train_stream(model, recipe, sets, replace(group, device=torch.device("cpu"))).batches(0, 1))
+    exact = next(stream_of(model, recipe, sets, torch.device("cpu")).batches(0, 1))
     for name in ("images", "targets", "labels"):
         mine, theirs = getattr(held, name).cpu(), getattr(exact, name)
         if not torch.allclose(mine, theirs, atol=1e-5):
@@ -45,6 +46,16 @@ def fill_row(row: measure.Row, recipe: Recipe, sets: prepare.Sets, group: Group,
     alone = per_step(lambda n: list(itertools.islice(batches, n)), steps, group)
     row |= {"steps": steps, "images_per_s": 1e3 * row["batch"] / step, "step_ms": step}
     row |= {"fixed_ms": fixed, "input_ms": alone, "share": 1 - fixed / step, "loss": losses[-1]}
+
+
+def stream_of(model: VisionModel, recipe: Recipe, sets: prepare.Sets, device: torch.device) -> TrainStream:
+    """The batches of one process, as the training loop makes them."""
+    run, view = recipe.run, prepare.view_of(model, recipe.data.crop_pct)
+    compiled = run.compile or (run.graph and device.type == "cuda")
+    return TrainStream(
+        sets.good_train, view, recipe.augment, batch_size=run.batch_size, seed=run.seed, device=device, path=recipe.data.path,
+        shard=Shard(micro_steps=run.accumulate), compiled=compiled,
+    )  # fmt: skip
 
 
 def per_step(call: Callable[[int], object], steps: int, group: Group) -> float:
