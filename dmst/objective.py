@@ -5,9 +5,11 @@
     R_c,f   subspace_rate      tokens coded inside each subspace (CRATE)
     -       projected_rate     membership-weighted log-det inside each subspace
     R_var   variational_rate   the same with the diagonal only: what TSSA and DMSA descend
+    R_mix   mixture_rate       groups with means inside each subspace, diagonal spreads: what GMSA descends
     R+      complete_rate      R_var plus the price of what lies outside a subspace: a true bound when subspaces are thin
 
-Shapes: z (b, n, d) tokens, membership (b, k, n), gate (b, k), subspaces (k, d, p), projected (b, k, n, p) = z U_k.
+Shapes: z (b, n, d) tokens, membership (b, k, n), with groups (b, k, g, n), gate (b, k), subspaces (k, d, p),
+projected (b, k, n, p) = z U_k.
 `eps` is the precision itself and is squared inside; never pass eps^2. `width` names the d of the constant c = d / eps^2:
 "dim" is the model width k p (the paper's text), "head_dim" is p (the published curves). Everything is computed in float64, also
 under autocast, and returned in at least float32: tokens of low rank at a small eps put 1 beside 1e6 on a diagonal, which
@@ -100,15 +102,44 @@ def variational_rate(
     if normalize_membership:
         pi = pi / _at_least_something(pi.sum(-2, keepdim=True))
     if unit_norm:
-        s = s / _at_least_something(torch.linalg.vector_norm(s, dim=-1, keepdim=True))
-        gate = None if gate is None else gate != 0
+        s, gate = _unit(s), None if gate is None else gate != 0
     mass = pi.sum(-1)
-    moment = _second_moment(s, pi, mass)
+    per_head = _diagonal_rate(_second_moment(s, pi, mass), gate, _scale(_width(s, width), eps))
+    return _like_input(0.5 * (_share(mass, s.shape[-2]) * per_head).sum(-1), projected)
+
+
+def mixture_rate(
+    projected: Float[Tensor, "b k n p"],
+    membership: Float[Tensor, "b k g n"],
+    gate: Float[Tensor, "b k"] | None = None,
+    *,
+    eps: float,
+    width: str = "dim",
+    normalize_membership: bool = False,
+    unit_norm: bool = False,
+) -> Float[Tensor, "b"]:
+    """R_mix = 1/2 sum_k sum_g (m_kg/n) sum_{i<=p} log(1 + c g_k^2 V_kgi),   m_kg = sum_n pi_nkg,
+
+    mu_kg = sum_n pi_nkg s_nk / m_kg,   V_kgi = sum_n pi_nkg (s_nki - mu_kgi)^2 / m_kg: the rate of a mixture of Gaussians with
+    means and diagonal spreads inside each subspace. With one group per head and mean 0 it is `variational_rate`, whose options
+    mean the same here: `normalize_membership` makes the shares of each token, over heads and groups, sum to 1.
+    """
+    s, pi = _exact(projected), _exact(membership)
+    _check_shape("membership", pi, (*s.shape[:-2], membership.shape[-2], s.shape[-2]))
+    if normalize_membership:
+        pi = pi / _at_least_something(pi.sum((-3, -2), keepdim=True))
+    if unit_norm:
+        s, gate = _unit(s), None if gate is None else gate != 0
+    mass = pi.sum(-1)
+    # a spread does not see where 0 is: around the mean of all tokens E s^2 - mu^2 keeps its digits
+    s = s - (s.sum(-2, keepdim=True) / max(s.shape[-2], 1)).detach()
+    weight = pi / _at_least_something(mass).unsqueeze(-1)
+    spread = (weight @ s.square() - (weight @ s).square()).clamp(min=0)
     if gate is not None:
         _check_shape("gate", gate, s.shape[:-2])
-        moment = _exact(gate).square().unsqueeze(-1) * moment
-    per_head = torch.log1p(_scale(_width(s, width), eps) * moment).sum(-1)
-    return _like_input(0.5 * (_share(mass, s.shape[-2]) * per_head).sum(-1), projected)
+        gate = gate.unsqueeze(-1).expand(mass.shape)
+    per_group = _diagonal_rate(spread, gate, _scale(_width(s, width), eps))
+    return _like_input(0.5 * (_share(mass, s.shape[-2]) * per_group).sum((-2, -1)), projected)
 
 
 def complete_rate(
@@ -180,6 +211,18 @@ def _share(mass: Tensor, n: int) -> Tensor:
 
 def _project(z: Tensor, subspaces: Tensor) -> Tensor:
     return torch.einsum("...nd,kdp->...knp", z, subspaces)
+
+
+def _unit(projected: Tensor) -> Tensor:
+    return projected / _at_least_something(torch.linalg.vector_norm(projected, dim=-1, keepdim=True))
+
+
+def _diagonal_rate(moment: Tensor, gate: Tensor | None, scale: float) -> Tensor:
+    """sum_i log(1 + c g^2 T_i) of moments (..., p) with gates (...)."""
+    if gate is not None:
+        _check_shape("gate", gate, moment.shape[:-1])
+        moment = _exact(gate).square().unsqueeze(-1) * moment
+    return torch.log1p(scale * moment).sum(-1)
 
 
 def _second_moment(projected: Tensor, membership: Tensor, mass: Tensor) -> Tensor:

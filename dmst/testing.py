@@ -131,7 +131,10 @@ def _factory(case: _Case) -> None:
 def _shapes(case: _Case) -> None:
     """Finite tokens get a finite update of their shape and dtype, also under autocast. The tokens themselves are the caller's:
     a residual still needs them."""
+    least = case.build().least_tokens
     for n, grid in ((TOKENS, GRID), (1, (1, 1)), (63, (7, 9)), (197, (1, 197))):
+        if n < least:
+            continue
         for training in (True, False):
             made, z = case.build(dtype=torch.float32).train(training), case.tokens(n=n, dtype=torch.float32)
             before = z.clone()
@@ -194,12 +197,15 @@ def _modes(case: _Case) -> None:
 
 
 def _decomposition(case: _Case) -> None:
-    """Parts are projected (b, k, n, p), membership (b, k, n) of 0 or more, gate (b, k), attention (b, k, n, n) or (b, k, p, p);
-    None for what there is not. subspaces() are the bases U_k (k, d, p), or None; projected is their product with the tokens,
-    plus a bias. rate(z, *, eps, grid=None) is one finite number per sample, (b,) in nats, or None."""
+    """Parts are projected (b, k, n, p), membership (b, k, n) or (b, k, g, n) of 0 or more, gate (b, k), attention (b, k, n, n)
+    or (b, k, p, p), means and spreads of groups (b, k, g, p); None for what there is not. subspaces() are the bases U_k
+    (k, d, p), or None; projected is their product with the tokens, plus a bias. rate(z, *, eps, grid=None) is one finite
+    number per sample, (b,) in nats, or None."""
     made, z, other, k = case.build().eval(), case.tokens(), case.tokens(), case.num_heads
     parts = case.parts(made, z)
-    shapes = Parts((SAMPLES, k, TOKENS, None), (SAMPLES, k, TOKENS), (SAMPLES, k), (SAMPLES, k, None, None))  # type: ignore[arg-type]
+    each = (SAMPLES, k, None, None)
+    membership = (SAMPLES, k, TOKENS) if parts.means is None else (SAMPLES, k, None, TOKENS)
+    shapes = Parts((SAMPLES, k, TOKENS, None), membership, (SAMPLES, k), each, each, each)  # type: ignore[arg-type]
     for (name, part), shape in zip(parts._asdict().items(), shapes, strict=True):
         if part is not None:
             fits = part.ndim == len(shape) and all(a in (None, b) for a, b in zip(shape, part.shape, strict=True))  # type: ignore[arg-type]
@@ -218,9 +224,17 @@ def _decomposition(case: _Case) -> None:
 
 
 def _empty(case: _Case) -> None:
-    """No tokens, or no samples, are input like any other."""
+    """No tokens, or no samples, are input like any other; with fewer tokens than its `least_tokens` a layer raises
+    a ShapeError."""
     made = case.build()
-    for b, n, grid in ((2, 0, (0, 0)), (0, TOKENS, GRID)):
+    if made.least_tokens:
+        try:
+            made(case.tokens(n=made.least_tokens - 1))
+        except ShapeError:
+            pass
+        else:
+            raise AssertionError(f"took {made.least_tokens - 1} tokens, and least_tokens is {made.least_tokens}")
+    for b, n, grid in ((2, 0, (0, 0)), (0, TOKENS, GRID))[bool(made.least_tokens) :]:
         z = case.tokens(b, n).requires_grad_()
         case.update(made, z, grid).sum().backward()
         for name, part in case.parts(made, z, grid)._asdict().items():

@@ -39,6 +39,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("dmsa", {"gate_scale": -0.5}),
     ("dmsa", {"max_active_heads": 2}),
     ("dmsa", {"membership_activation": "softmax"}),
+    *(("gmsa", {"groups": 2, "mode": mode}) for mode in MODES),
+    ("gmsa", {"groups": 2, "own": False, "bias": False}),
+    ("gmsa", {"groups": 4, "rounds": 3, "key_rotary": "1d", "gate_activation": "sparsemax", "gate_scale": -0.5}),
+    ("gmsa", {"groups": 4, "rounds": 2, "normalize_keys": True, "mode": "proximal", "key_dim": 5, "gate_activation": "none"}),
+    ("gmsa", {"groups": 2, "normalize_keys": True, "key_rotary": "2d", "gate_activation": "sigmoid", "key_dim": 2}),
     ("tpusa", {}),
     ("tpusa", {"token_sparse_rescale": True, "rotary": "none"}),
     *(("tpsusa", {"mode": mode}) for mode in MODES),
@@ -46,6 +51,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gated_channel", {}),
     ("gated_channel", {"moment_weight": "membership", "rotary": "2d"}),
 ]
+FEW: dict[str, dict[str, Any]] = {"gmsa": {"groups": 4}}  # the default number of groups asks for more tokens than tests have
 FAMILY = [(name, options) for name, options in VARIANTS if issubclass(OPERATORS[name], TokenStatistics)]
 
 
@@ -56,7 +62,7 @@ def label(case: tuple[str, dict[str, Any]]) -> str:
 
 def build(name: str, options: dict[str, Any], dim: int = 24, heads: int = K, dtype: torch.dtype = torch.float64) -> Operator:
     """The operator with weights of size 1, at which gates close, memberships spread and attenuation bites."""
-    return excite(create(name, dim, heads, dtype=dtype, **options))
+    return excite(create(name, dim, heads, dtype=dtype, **FEW.get(name, {}) | options))
 
 
 def excite(operator: Operator, scale: float = 1.0) -> Operator:

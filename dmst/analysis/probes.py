@@ -36,7 +36,7 @@ def layers(model: VisionModel, images: Tensor) -> dict[str, Any]:
 
     def look(block: Any, layer: LayerTrace, grid: Any) -> Tensor:
         """Rates and shares, then one row a head: whether it is on."""
-        rates, (_, membership, gate, _) = rates_of(layer.normed, layer.parts, block.operator, eps=EPS), layer.parts
+        rates, membership, gate = rates_of(layer.normed, layer.parts, block.operator, eps=EPS), *layer.parts[1:3]
         rows = [rates["coding"], rates["variational"]]
         if membership is not None:
             zero = (membership == 0).double()

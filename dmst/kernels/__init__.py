@@ -8,10 +8,11 @@ from torch import Tensor
 from dmst.errors import OptionError, ShapeError
 from dmst.kernels import reference
 from dmst.kernels.autocast import autocast_is_on, without_autocast
-from dmst.kernels.choice import _fused_attend, kernel_for, use_kernels
+from dmst.kernels.choice import _fused_attend, kernel_for, mixture_kernel_for, use_kernels
 from dmst.kernels.form import Form, Weights
+from dmst.kernels.mixture import MixtureForm, MixtureWeights
 
-__all__ = ["Form", "Weights", "attend", "compute_dtype", "reference", "use_kernels", "without_autocast"]
+__all__ = ["Form", "Weights", "attend", "attend_mixture", "compute_dtype", "reference", "use_kernels", "without_autocast"]
 
 
 def compute_dtype(z: Tensor) -> torch.dtype:
@@ -39,6 +40,13 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
     if not mixed:
         return kernel(z, weights, form, grid=grid, dtype=dtype)
     with without_autocast(z):  # the scores must not be rounded on their way
+        return kernel(z, weights, form, grid=grid, dtype=dtype)
+
+
+def attend_mixture(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: tuple[int, int] | None = None) -> Tensor:
+    """GMSA on z (b, n, d): projections in the compute dtype, everything between them in at least float32."""
+    dtype, kernel = compute_dtype(z), mixture_kernel_for(z, weights)
+    with without_autocast(z):
         return kernel(z, weights, form, grid=grid, dtype=dtype)
 
 

@@ -14,6 +14,8 @@ As a function it holds until the next call; in a `with` it holds inside. One cho
     otherwise a gradient is wanted                           closed_form   one autograd function, keeps 2 n d, or n d
     otherwise CPU, sparsemax gate, eager                     silent        heads with gate 0 left out where that is faster
     otherwise                                                reference
+
+GMSA has its own two, `mixture` and `mixture_closed_form`, chosen as reference and closed_form are; none is fused yet.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dmst import tracing
 from dmst.errors import OptionError, choose
-from dmst.kernels import closed_form, plan, reference, silent
+from dmst.kernels import closed_form, mixture, mixture_closed_form, plan, reference, silent
 from dmst.kernels.form import Form, Weights
 
 CHOICES = ("auto", "reference", "fused")
@@ -228,3 +230,13 @@ def kernel_for(z: Tensor, weights: Weights, form: Form, dtype: torch.dtype, skip
     if z.device.type == "cpu" and form.gate == "sparsemax" and readable:
         return silent.attend
     return reference.attend
+
+
+def mixture_kernel_for(z: Tensor, weights: mixture.MixtureWeights) -> Callable[..., Tensor]:
+    """The `attend` that computes GMSA, now."""
+    if _chosen == "fused":
+        raise OptionError('use_kernels("fused"): there is no fused kernel of GMSA. Use use_kernels("auto").')
+    if tracing.exported() or tracing.dual() or tracing.traced():
+        return mixture.attend
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights))
+    return mixture_closed_form.attend if wanted else mixture.attend

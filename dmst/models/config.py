@@ -88,7 +88,7 @@ class ModelConfig(Settings):
                 raise OptionError(
                     f"dim is {self.dim}: a conv stem for patch_size {self.patch_size} needs a multiple of {share}."
                 )
-        by_place = ("rotary", "gate_rotary", "position_scores")
+        by_place = ("rotary", "gate_rotary", "key_rotary", "position_scores")
         if self.readout == "token" and any(self.operator_options.get(name) == "2d" for name in by_place):
             raise OptionError("2d positions need a grid of patches alone, and readout 'token' puts a class token among them.")
         if self.readout == "class_attention" and self.global_pool == "token" and not self.readout_depth:

@@ -4,7 +4,8 @@
     dmst_cifar, dmst_digits                    one small skeleton for every family, so that only the layer differs
     dmst_cifar10, dmst_cifar100                our best small ones (recipes best_*); tost_ and vit_ twins of the same size
 
-dmst and tost share ToST's skeleton (conv stem, Fourier positions, class attention); vit and crate have their own, as published.
+dmst, gmst and tost share ToST's skeleton (conv stem, Fourier positions, class attention); vit and crate have their own, as
+published.
 The skeleton of *_cifar is inferred from the parameter counts of the paper's ablations, which fit it but do not determine it.
 """
 
@@ -26,6 +27,7 @@ Row = dict[str, Any]
 # what a family does to tokens, on any skeleton
 LAYERS: dict[str, Row] = {
     "dmst": {"operator": "dmsa"},
+    "gmst": {"operator": "gmsa"},
     "tost": {"operator": "tssa"},
     "vit": {"operator": "mhsa"},
     "crate": {"operator": "mssa", "qkv_bias": False, "feedforward": "ista", "layer_scale": None, "norm_eps": 1e-5},
@@ -33,6 +35,7 @@ LAYERS: dict[str, Row] = {
 # where a family's published skeleton departs from ToST's
 SKELETONS: dict[str, Row] = {
     "dmst": {},
+    "gmst": {},
     "tost": {},
     "vit": {"stem": "patch", "position": "learned", "readout": "token", "layer_scale": None},
     "crate": {"stem": "norm_patch", "position": "learned", "readout": "token", "token_std": 1.0},
@@ -45,6 +48,7 @@ TOST_SIZES: dict[str, Row] = {
 }
 SIZES: dict[str, dict[str, Row]] = {
     "dmst": TOST_SIZES,
+    "gmst": TOST_SIZES,
     "tost": TOST_SIZES,
     "vit": {
         "tiny": {"dim": 192, "depth": 12, "num_heads": 3},
@@ -76,6 +80,7 @@ BEST: Row = {
 }  # fmt: skip
 TWINS: dict[str, Row] = {
     "dmst": {"operator_options": {"mode": "proximal"}},
+    "gmst": {},
     "tost": {"mlp_ratio": 3.5},
     "vit": {"mlp_ratio": 2.5},
 }

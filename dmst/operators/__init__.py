@@ -11,6 +11,7 @@ from typing import Any
 from dmst.operators.base import Operator, Parts, Spatial
 from dmst.operators.dmsa import DMSA
 from dmst.operators.gated_channel import GatedChannel
+from dmst.operators.gmsa import GMSA
 from dmst.operators.mhsa import MHSA
 from dmst.operators.mssa import MSSA
 from dmst.operators.table import OperatorTable
@@ -26,6 +27,7 @@ OPERATORS = OperatorTable(
         "mssa": MSSA,
         "tssa": TSSA,
         "dmsa": DMSA,
+        "gmsa": GMSA,
         "tpusa": TPUSA,
         "tpsusa": TPSUSA,
         "gated_channel": GatedChannel,

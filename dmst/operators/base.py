@@ -30,15 +30,18 @@ class Parts(NamedTuple):
     """The named intermediates of one operator; those it does not have are None."""
 
     projected: Tensor | None = None  # (b, k, n, p)  coordinates of each token in each subspace, ungated
-    membership: Tensor | None = None  # (b, k, n)    how much token n belongs to subspace k
+    membership: Tensor | None = None  # (b, k, n)    how much token n belongs to subspace k; (b, k, g, n) to its groups
     gate: Tensor | None = None  # (b, k)             which subspaces are on
     attention: Tensor | None = None  # (b, k, n, n)  who looks at whom; (b, k, p, p) between channels in XCA
+    means: Tensor | None = None  # (b, k, g, p)      means of the groups of each subspace
+    spreads: Tensor | None = None  # (b, k, g, p)    their variances, channel by channel
 
 
 class Operator(OneNode):
     """Base of every entry of OPERATORS."""
 
     wants_scalar_scale = False  # whether a LayerScale vector after it would void what it promises
+    least_tokens = 0  # with fewer it raises a ShapeError
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()

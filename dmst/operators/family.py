@@ -9,37 +9,34 @@ are called as modules, in plain torch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from dmst import kernels, objective, rotary, tracing
+from dmst import kernels, objective, rotary
 from dmst.errors import OptionError, choose, flag, number
 from dmst.kernels import Form, Weights, reference
 from dmst.kernels.arithmetic import wide
 from dmst.kernels.form import SAVES
 from dmst.kernels.reference import Steps
-from dmst.operators.base import Grid, Operator, Parts, lineage_options
+from dmst.operators.base import Grid, Parts, lineage_options
 from dmst.operators.orthonormal import OrthonormalLinear
+from dmst.operators.unrolled import Unrolled, weight_and_bias
 
 
-class TokenStatistics(Operator):
+class TokenStatistics(Unrolled):
     """One member of the family, given by its form. The options here are those of every member.
 
     `save` is what the layer keeps for the backward pass beside z: "projected" (with membership and statistics), or "nothing",
     and they are computed again there. Output and gradients are the same to the bit (docs/kernels.md, Recompute).
     """
 
-    subspace: nn.Linear
+    maps = ("subspace", "assign", "out")
     assign: nn.Linear | None
-    out: nn.Linear | None
     temperature: nn.Parameter | None
-    theta: nn.Parameter | None
     skip_silent: bool = False  # on a GPU, without gradients: set by `kernels.skipping.choose_silent`, saved nowhere
 
     def __init__(
@@ -83,21 +80,11 @@ class TokenStatistics(Operator):
         super().reset_parameters()
         if self.temperature is not None:
             nn.init.ones_(self.temperature)
-        if self.theta is not None:
-            nn.init.constant_(self.theta, math.log(math.expm1(1)))  # softplus keeps the step positive; it starts at 1
 
     def weights(self) -> Weights:
         """The tensors of the layer, as they enter the products."""
-        subspace, assign, out = (_weight_and_bias(x, self.dim) for x in (self.subspace, self.assign, self.out))
-        return Weights(*subspace, *assign, *out, self.temperature, self._step())
-
-    def is_plain(self) -> bool:
-        """Whether the weights of its linear maps are all there is to them."""
-        maps = [x for x in (self.subspace, self.assign, self.out) if x is not None]
-        return all(isinstance(x, nn.Linear) for x in maps) and tracing.is_plain(*maps)
-
-    def subspaces(self) -> Tensor:
-        return rearrange(self.weights().subspace, "(k p) d -> k d p", k=self.num_heads)
+        subspace, assign, out = (weight_and_bias(x, self.dim) for x in (self.subspace, self.assign, self.out))
+        return Weights(*subspace, *assign, *out, self.temperature, self.step_size())
 
     def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
         self.check(z)
@@ -137,36 +124,11 @@ class TokenStatistics(Operator):
     def _attend_by_modules(self, z: Tensor, grid: Grid) -> Tensor:
         steps = self.steps(z, grid)
         with kernels.without_autocast(z):
-            update = reference.update_of(steps, self._step(), self.form)
-        flat = rearrange(update, "b k n p -> b n (k p)").to(kernels.compute_dtype(z))
-        if self.out is not None:
-            return self.out(flat)
-        matrix, _ = _weight_and_bias(self.subspace, self.dim)
-        return F.linear(flat, matrix.to(flat.dtype).transpose(0, 1))
-
-    def _step(self) -> Tensor | None:
-        """The step size of the proximal mode: a scalar above 0."""
-        return None if self.theta is None else F.softplus(self.theta).reshape(())
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if (theta := state_dict.get(f"{prefix}theta")) is not None:  # of old files it is a scalar
-            state_dict[f"{prefix}theta"] = theta.reshape(1)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+            update = reference.update_of(steps, self.step_size(), self.form)
+        return self.project_out(update, z)
 
     def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> Tensor | None:
         """R_var of this layer's projected tokens, membership and gate, c = d / eps^2. At eps = sqrt(d), c = 1: the core's."""
-        projected, membership, gate, _ = self.decompose(z, grid=grid)
-        assert projected is not None and membership is not None
-        return objective.variational_rate(projected, membership, gate, eps=eps)
-
-
-def _weight_and_bias(linear: Any, dim: int) -> tuple[Any, Any]:
-    """The matrix and the bias of a linear map, whatever it is made of."""
-    if linear is None:
-        return None, None
-    if isinstance(linear, nn.Linear) and tracing.is_tensor(linear.weight):
-        return linear.basis() if isinstance(linear, OrthonormalLinear) else linear.weight, linear.bias
-    like = next((x for x in linear.parameters() if x.is_floating_point()), torch.empty(0))
-    axes = torch.eye(dim, dtype=like.dtype, device=like.device)
-    bias = linear(torch.zeros_like(axes[:1]))[0]  # an adapter, a quantized weight: what it does to the axes is its matrix
-    return (linear(axes) - bias).transpose(0, 1), bias
+        parts = self.decompose(z, grid=grid)
+        assert parts.projected is not None and parts.membership is not None
+        return objective.variational_rate(parts.projected, parts.membership, parts.gate, eps=eps)

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dmst.errors import ShapeError
 from dmst.kernels import reference
-from dmst.operators import OPERATORS, Spatial, create
+from dmst.operators import GMSA, OPERATORS, Parts, Spatial, create
 from dmst.operators.family import TokenStatistics
 from dmst.testing import check_operator
-from tests.cases import FAMILY, VARIANTS, build, excite, gradients, label, relative, tokens
+from tests.cases import FAMILY, VARIANTS, build, gradients, label, relative, tokens
 
 F64 = torch.float64
 variants = pytest.mark.parametrize("case", VARIANTS, ids=label)
@@ -67,7 +67,7 @@ def test_finite_at_extremes(case: tuple, value: float) -> None:
         assert all(gradient.isfinite().all() for gradient in found.values())
 
 
-@pytest.mark.parametrize("name", ["tssa", "dmsa", "tpusa", "tpsusa", "gated_channel", "xca"])
+@pytest.mark.parametrize("name", ["tssa", "dmsa", "gmsa", "tpusa", "tpsusa", "gated_channel", "xca"])
 def test_long_sequences(name: str) -> None:
     """What the listing cannot do: past 4096 tokens, forward and backward."""
     operator = build(name, {}, dtype=torch.float32)
@@ -87,7 +87,8 @@ def test_cost_in_tokens(name: str) -> None:
             operator(tokens(n=n, dtype=torch.float32))
         counts.append(counter.get_total_flops())
     assert counts[0] > 0
-    assert (counts[1] > 2.2 * counts[0]) if name in ("mhsa", "mssa") else (counts[1] == 2 * counts[0])
+    once = 2 * 2 * 24 * 3 if name == "gmsa" else 0  # its gate reads one vector an image, whatever its tokens
+    assert (counts[1] > 2.2 * counts[0]) if name in ("mhsa", "mssa") else (counts[1] == 2 * counts[0] - once)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,9 @@ def test_cost_in_tokens(name: str) -> None:
         (("dmsa", {"bias": False, "membership_bias": True}), "subspace.weight assign.weight assign.bias out.weight out.bias"),
         (("dmsa", {"mode": "equation"}), "subspace.weight subspace.bias assign.weight"),
         (("dmsa", {"mode": "proximal"}), "subspace.weight subspace.bias assign.weight theta"),
+        (("gmsa", {}), "subspace.weight key.weight key.bias gate.weight out.weight out.bias"),
+        (("gmsa", {"mode": "equation", "bias": False}), "subspace.weight key.weight gate.weight"),
+        (("gmsa", {"mode": "proximal", "gate_activation": "none"}), "subspace.weight key.weight key.bias theta"),
         (("tpusa", {}), "subspace.weight subspace.bias assign.weight out.weight out.bias"),
         (("tpsusa", {}), "subspace.weight subspace.bias assign.weight out.weight out.bias"),
         (("gated_channel", {}), "subspace.weight subspace.bias assign.weight out.weight out.bias"),
@@ -133,6 +137,11 @@ def test_decompose_shows_what_forward_computed(case: tuple) -> None:
             assert parts.gate is None
         else:
             assert parts.gate.shape == (2, 3)
+    elif isinstance(operator, GMSA):
+        assert parts.membership.shape == (2, 3, operator.form.groups, 12)
+        torch.testing.assert_close(parts.membership.sum(2), torch.ones(2, 3, 12, dtype=F64))
+        assert parts.means.shape == parts.spreads.shape == (2, 3, operator.form.groups, 8)
+        expected = by_hand(operator, parts)
     else:
         name = type(operator).__name__
         mixed = parts.projected @ parts.attention.mT if name == "XCA" else parts.attention @ parts.projected
@@ -143,6 +152,25 @@ def test_decompose_shows_what_forward_computed(case: tuple) -> None:
     assert relative(operator(z, grid=(3, 4)), expected) < 1e-12
     with torch.no_grad():
         assert relative(operator(z, grid=(3, 4)), expected) < 1e-12
+
+
+def by_hand(operator: GMSA, parts: Parts) -> torch.Tensor:
+    """The update of GMSA token by token and group by group, from its parts."""
+    gate = torch.ones(2, 3, dtype=F64) if parts.gate is None else parts.gate
+    gate, s = gate[..., None, None], parts.projected
+    attenuation = 1 / (1 + gate**2 * parts.spreads)
+    pull = torch.zeros_like(s), torch.zeros_like(s)
+    for g in range(operator.form.groups):
+        weight = parts.membership[:, :, g, :, None] * attenuation[:, :, g, None]
+        away = parts.means[:, :, g, None] - (s if operator.form.own else 0)
+        pull = pull[0] + weight * away, pull[1] + weight
+    if operator.form.mode == "proximal":
+        strength = operator.step_size().reshape(-1, 1, 1) * gate**2
+        update = strength * pull[0] / (1 + strength * pull[1])
+    else:
+        update = gate**operator.form.power * pull[0]
+    flat = update.transpose(1, 2).flatten(2)
+    return flat @ operator.weights().subspace if operator.out is None else operator.out(flat)
 
 
 @variants
@@ -181,7 +209,7 @@ def test_non_contiguous_input(name: str) -> None:
 @every
 def test_mapped_over_models_and_samples(name: str) -> None:
     """Stacked seeds (vmap over parameters) and per-sample gradients work: no operator hides a host read."""
-    z, models = tokens(), [excite(create(name, 24, 3, dtype=F64)) for _ in range(3)]
+    z, models = tokens(), [build(name, {}) for _ in range(3)]
     parameters, _ = torch.func.stack_module_state(models)
     skeleton = copy.deepcopy(models[0]).to("meta")
     stacked = torch.func.vmap(lambda p: torch.func.functional_call(skeleton, p, (z,)))(parameters)

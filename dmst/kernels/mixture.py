@@ -1,0 +1,235 @@
+"""GMSA in readable steps: groups with means inside each subspace. The definition that every faster form is compared with.
+
+    projected  s_nk  = z_n U_k                                           (b, k, n, p)   in the compute dtype, as the keys
+    key        q_nk  = A_k rot_n z_n + bias                              (b, k, n, r)   unit length where they are normalised
+    centre     c_kg  = mean of q over the g-th cell of a coarse grid     (b, k, g, r)   from here on at least float32
+    membership pi_nkg = softmax_g( t <q_nk, c_kg> )                      (b, k, n, g)   t = 1/sqrt r, or 8 for unit keys
+    again      c_kg  = sum_n pi q / mass, and the memberships of that    once for each further round
+    gate       g_k   = scale * act( <mean_n rot_n z_n, w_k> )            (b, k)         None: 1
+    mass m_kg = sum_n pi     mean mu_kg = sum_n pi s / m                 (b, k, g), (b, k, g, p)
+    spread     V_kgi = sum_n pi (s - mu)^2 / m                           (b, k, g, p)
+    attenuation a_kg = 1 / (1 + g_k^2 V_kg)
+    sums       alpha_n = sum_g pi a          beta_n = sum_g pi a mu      (b, k, n, p)
+    update     listing  g (beta - alpha s)   equation  g^2 (beta - alpha s)      proximal  t (beta - alpha s) / (1 + t alpha)
+               t = theta_k g_k^2;  without `own`: beta in place of beta - alpha s
+    output     sum_k update_k W_out,k + bias                             (b, n, d)      tied: W_out,k = U_k^T
+
+A bias of the subspaces would cancel in mu - s, so there is none. Sums over tokens and groups are products of matrices with
+the memberships, so cost is linear in tokens and nothing of size n g p exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn import functional as F
+
+from dmst import rotary
+from dmst.errors import ShapeError, shown
+from dmst.kernels.arithmetic import cast, wide
+from dmst.kernels.form import GATE
+
+UNIT_SHARPNESS = 8.0  # of the softmax over groups, where keys have length 1
+Grid = tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class MixtureForm:
+    """The choices of one layer."""
+
+    num_heads: int
+    groups: int = 16
+    key_dim: int = 16
+    mode: str = "listing"  # listing: gate once; equation: gate squared; proximal: the implicit step
+    gate: str | None = "gelu"  # a key of GATE; None: all heads on
+    gate_scale: float = 3.0
+    rotary: str = "none"  # positions in what keys and gate read
+    own: bool = True  # whether a token's own coordinates are part of its update
+    normalize_keys: bool = False
+    rounds: int = 1
+    max_active_heads = None  # GATE reads it; there is no cap here
+
+    @property
+    def sharpness(self) -> float:
+        return UNIT_SHARPNESS if self.normalize_keys else self.key_dim**-0.5
+
+    @property
+    def power(self) -> int:
+        """How often the gate multiplies the update."""
+        return 1 if self.mode == "listing" else 2
+
+
+class MixtureWeights(NamedTuple):
+    """The tensors of one layer, as they enter the product (a tied output has `out=None`)."""
+
+    subspace: Tensor  # (k p, d)
+    key: Tensor  # (k r, d)
+    key_bias: Tensor | None = None  # (k r)
+    gate: Tensor | None = None  # (k, d)
+    out: Tensor | None = None  # (d, k p)
+    out_bias: Tensor | None = None  # (d)
+    theta: Tensor | None = None  # () or (k,), proximal; positive
+
+
+class MixtureSteps(NamedTuple):
+    """What the layer computed on the way to its update."""
+
+    projected: Tensor  # (b, k, n, p)
+    keys: Tensor  # (b, k, n, r), before they are normalised
+    membership: Tensor  # (b, k, n, g)
+    mass: Tensor  # (b, k, g)
+    mean: Tensor  # (b, k, g, p)
+    spread: Tensor  # (b, k, g, p)
+    pooled: Tensor | None  # (b, k), what the gate's activation reads
+    gate: Tensor | None  # (b, k)
+    silent: Tensor | None = None  # (k, g), groups that an intervention has switched off
+
+
+def attend(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: Grid = None, dtype: torch.dtype) -> Tensor:
+    """The whole layer on z (b, n, d); the large projections run in `dtype`."""
+    steps = take_steps(z, weights, form, grid, dtype)
+    return project_out(update_of(steps, weights.theta, form), weights, dtype)
+
+
+def take_steps(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype) -> MixtureSteps:
+    """Everything up to the update."""
+    turned = turn(z, form, grid)
+    projected = split(F.linear(z.to(dtype), weights.subspace.to(dtype)), form)
+    keys = split(F.linear(turned.to(dtype), weights.key.to(dtype), cast(weights.key_bias, dtype)), form)
+    pooled = None if weights.gate is None else token_mean(turned) @ wide(weights.gate).transpose(-2, -1)
+    return steps_from(projected, keys, pooled, form, grid)
+
+
+def steps_from(projected: Tensor, keys: Tensor, pooled: Tensor | None, form: MixtureForm, grid: Grid) -> MixtureSteps:
+    """The same of tokens that have coordinates, keys and the score of their gate already."""
+    membership = memberships_of(keys, form, grid)[-1]
+    gate = None if pooled is None else form.gate_scale * GATE[str(form.gate)].value(wide(pooled), form)
+    return MixtureSteps(projected, keys, membership, *moments(projected, membership), pooled, gate)
+
+
+def turn(z: Tensor, form: MixtureForm, grid: Grid) -> Tensor:
+    """rot_n z_n, at least float32 where anything turns."""
+    positions = rotary.table(form.rotary, z.shape[-1], z.shape[-2], grid, device=z.device, dtype=wide(z[:0]).dtype)
+    return z if positions is None else rotary.rotate(wide(z), positions)
+
+
+def token_mean(z: Tensor) -> Tensor:
+    return wide(z).mean(-2)
+
+
+def split(flat: Tensor, form: MixtureForm) -> Tensor:
+    return rearrange(flat, "b n (k p) -> b k n p", k=form.num_heads)
+
+
+def memberships_of(keys: Tensor, form: MixtureForm, grid: Grid) -> list[Tensor]:
+    """The memberships of every round, the last ones last: (b, k, n, g) each."""
+    q, found = unit(wide(keys), form), list[Tensor]()
+    n = q.shape[-2]
+    for _ in range(form.rounds):
+        if found:
+            centre = found[-1].transpose(-2, -1) @ q / divisor(found[-1].sum(-2)).unsqueeze(-1)
+        else:
+            centre = cell_means(n, grid, form.groups, device=q.device, dtype=q.dtype) @ q
+        found.append((form.sharpness * q @ unit(centre, form).transpose(-2, -1)).softmax(-1))
+    return found
+
+
+def unit(keys: Tensor, form: MixtureForm) -> Tensor:
+    return F.normalize(keys, dim=-1) if form.normalize_keys else keys
+
+
+def divisor(mass: Tensor) -> Tensor:
+    """Mass as a divisor: an empty group divides nothing by 1. NaN stays."""
+    return torch.where(mass < torch.finfo(mass.dtype).tiny, 1, mass)
+
+
+def moments(projected: Tensor, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mass, mean and spread of every group. E s^2 - mu^2 loses digits only where they do not matter: a = 1/(1 + g^2 V)."""
+    s, mass = wide(projected), membership.sum(-2)
+    share = (membership / divisor(mass).unsqueeze(-2)).transpose(-2, -1)
+    mean = share @ s
+    return mass, mean, (share @ s.square() - mean.square()).clamp(min=0)
+
+
+def attenuation_of(steps: MixtureSteps) -> tuple[Tensor, Tensor]:
+    """a_kg (b, k, g, p), and the gate as (b, k, 1, 1), ones where there is none."""
+    gate = torch.ones_like(steps.mass[..., 0]) if steps.gate is None else steps.gate
+    gate = gate.unsqueeze(-1).unsqueeze(-1)
+    attenuation = 1 / (1 + gate.square() * steps.spread)
+    if steps.silent is not None:
+        attenuation = torch.where(steps.silent.unsqueeze(-1), 0, attenuation)
+    return attenuation, gate
+
+
+def pulls_of(steps: MixtureSteps, attenuation: Tensor) -> tuple[Tensor, Tensor]:
+    """alpha and beta, (b, k, n, p) each: how strongly a token is pulled, and whereto, times that."""
+    both = steps.membership @ torch.cat((attenuation, attenuation * steps.mean), -1)
+    alpha, beta = both.chunk(2, -1)
+    return alpha, beta
+
+
+def update_of(steps: MixtureSteps, theta: Tensor | None, form: MixtureForm) -> Tensor:
+    """The head outputs before the output projection, at least float32."""
+    attenuation, gate = attenuation_of(steps)
+    alpha, beta = pulls_of(steps, attenuation)
+    if not form.own:
+        return gate * beta
+    pull = beta - alpha * wide(steps.projected)
+    if form.mode != "proximal":
+        return gate**form.power * pull
+    assert theta is not None
+    strength = by_head(theta) * gate.square()
+    return strength * pull / (1 + strength * alpha)
+
+
+def by_head(theta: Tensor) -> Tensor:
+    """A number, or one per head, as something that multiplies (b, k, n, p)."""
+    return wide(theta).reshape(-1, 1, 1)
+
+
+def project_out(update: Tensor, weights: MixtureWeights, dtype: torch.dtype) -> Tensor:
+    """sum_k update_k W_out,k + bias, in the compute dtype; tied to the subspaces where there is no `out`."""
+    flat = rearrange(update, "b k n p -> b n (k p)").to(dtype)
+    weight = weights.subspace.transpose(-2, -1) if weights.out is None else weights.out
+    out = F.linear(flat, weight.to(dtype))
+    return out if weights.out_bias is None else out + weights.out_bias.to(dtype)  # not a view: a caller may change it
+
+
+# --- the cells of the coarse grid ------------------------------------------------------------------------------------
+
+
+def cell_means(n: int, grid: Grid, groups: int, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(g, n): the matrix that takes tokens to the means of their cells. Tokens before the patches are in no cell."""
+    down, across, shape = cells(n, grid, groups)
+    rows, columns = shape
+    row = torch.arange(rows, device=device) * down // rows
+    column = torch.arange(columns, device=device) * across // columns
+    cell = (row.unsqueeze(-1) * across + column).flatten()  # of every patch
+    inside = (cell == torch.arange(groups, device=device).unsqueeze(-1)).to(dtype)
+    return F.pad(inside / inside.sum(-1, keepdim=True), (n - rows * columns, 0))
+
+
+def cells(n: int, grid: Grid, groups: int) -> tuple[int, int, tuple[int, int]]:
+    """Cells down and across, as square as they can be, and the grid that they divide; without one, runs of tokens."""
+    if n < groups:
+        raise ShapeError(
+            f"groups is {groups} and there are {n} tokens: a group starts as a cell of tokens, so groups must be at most {n}. "
+            "Take fewer groups, larger images or smaller patches."
+        )
+    if grid is None:
+        return 1, groups, (1, n)
+    if not (isinstance(grid, tuple | list) and len(grid) == 2 and 0 < grid[0] * grid[1] <= n and min(grid) > 0):
+        raise ShapeError(f"grid is {shown(grid)}: it must be (rows, columns) of the patches among the {n} tokens in z.")
+    rows, columns = grid
+    fits = [(d, groups // d) for d in range(1, groups + 1) if groups % d == 0 and d <= rows and groups // d <= columns]
+    if not fits:
+        raise ShapeError(
+            f"groups is {groups}: no {groups} cells of rows times columns fit on a grid of {rows} x {columns} patches. "
+            "Take a number of groups whose factors do, or larger images."
+        )
+    down, across = min(fits, key=lambda pair: abs(pair[0] * columns - pair[1] * rows))  # cells nearest to squares
+    return down, across, (rows, columns)
