@@ -7,18 +7,20 @@
     R_var(x + t step) <= R_var(x) + (t lin + t^2 quad/2)/n      for every t, pi and g frozen at x (f is concave)
     S = g x U,  E = g step U,  W = pi f'(g^2 T):                lin = sum W S E,   quad = sum W E^2
 
-so lin < 0 guarantees descent for 0 < t < -2 lin/quad. The network steps with t = 1. By image, by head and in all, in nats:
+so lin < 0 guarantees descent for 0 < t < -2 lin/quad. The network steps with t = 1. Where heads have groups with means (GMSA),
+the rate is R_mix, S = g (x U - mu) and W = pi f'(g^2 V) of each group, summed over groups too: the spread around the old means
+is no less than that around the new ones. By image, by head and in all, in nats:
 
-    rate         R_var(x)
+    rate         R(x), R_var or R_mix
     lin, quad    the two numbers above, over n
     longest      -2 lin/quad: shorter steps surely descend; 0 where the direction is not one of descent
     bound        lin + quad/2: the change at t = 1 is at most this; below 0, descent is guaranteed
     frozen       the change at t = 1, pi and g frozen
     anew         the same with pi and g computed anew of x + step
-    normed       R_var(norm z') - R_var(x), frozen: what the network's tokens did. A norm undoes shrinking
+    normed       R(norm z') - R(x), frozen: what the network's tokens did. A norm undoes shrinking
     reread       the same with pi and g computed anew: what it costs when the layer reads its own result
 
-A head's numbers are those of its own term of R_var; they add up, but for `longest`. Layers and heads count from 0.
+A head's numbers are those of its own term of the rate; they add up, but for `longest`. Layers and heads count from 0.
 Any operator with memberships and `subspaces()` has a certificate, also one that was derived from no rate (the gated channel);
 others have none, and `missing` says why.
 """
@@ -33,9 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmst import objective
 from dmst.analysis.probes import AT_ONCE
-from dmst.analysis.rates import lack
+from dmst.analysis.rates import lack, rate_for, rate_name
 from dmst.analysis.running import Numbers, Running, Tick, finite, measure
 from dmst.errors import OptionError, choose, shown
 from dmst.models import VisionModel
@@ -82,12 +83,13 @@ class Certificate:
     basis: str
     layers: list[LayerCertificate | None]
     missing: str = ""  # why there is none, where there is none
+    rate: str = "R_var"  # or R_mix: which rate is certified
 
     @property
     def convention(self) -> str:
         return (
-            f"R_var at the tokens that each operator read, c = d/eps² = {self.c:g} (eps = {self.eps:g}), {BASES[self.basis]}, "
-            f"memberships and gates as computed; {self.images:,} images"
+            f"{self.rate} at the tokens that each operator read, c = d/eps² = {self.c:g} (eps = {self.eps:g}), "
+            f"{BASES[self.basis]}, memberships and gates as computed; {self.images:,} images"
         )
 
 
@@ -105,10 +107,11 @@ def certify(
     """
     choose("basis", basis, BASES)
     c = code_scale(model.config.dim, eps)
-    missing = ""
+    missing, named = "", dict[str, None]()
 
     def look(block: Any, layer: LayerTrace, grid: Any) -> Tensor | None:
         nonlocal missing
+        named[rate_name(layer.parts)] = None
         if why := lack(block.operator, layer.parts):
             missing = f"{model.config.name}: no rate to certify, {why}."
             return None
@@ -116,32 +119,43 @@ def certify(
 
     count, found = measure(model, images, look, tick=tick)
     layers = [_layer(i, each) if each.count else None for i, each in enumerate(found)]
-    return Certificate(model.config.name, count, math.sqrt(model.config.dim / c), c, basis, layers, missing)
+    return Certificate(model.config.name, count, math.sqrt(model.config.dim / c), c, basis, layers, missing, " or ".join(named))
 
 
 def certificate_of(
     projected: Tensor, step: Tensor, membership: Tensor, gate: Tensor | None = None, *, c: float = 1.0
 ) -> dict[str, Tensor]:
-    """rate, lin, quad, bound and frozen of each head (b, k) where projected (b, k, n, p) moves by `step`, whatever made it."""
+    """rate, lin, quad, bound and frozen of each head (b, k) where projected (b, k, n, p) moves by `step`, whatever made it.
+
+    A head without groups is one group with mean 0. Sums over groups are products with the memberships: nothing is (n, g, p).
+    """
     s, e, pi = projected.double(), step.double(), membership.double()
-    g = torch.ones_like(pi[..., 0]) if gate is None else gate.double()
-    n = s.shape[-2]
-    mass = pi.sum(-1)
-    moment = torch.einsum("bkn,bknp->bkp", pi, s.square()) / torch.where(mass > 0, mass, 1).unsqueeze(-1)
-    slope = c * g.square().unsqueeze(-1) / (1 + c * g.square().unsqueeze(-1) * moment)  # g^2 f'(g^2 T), (b, k, p)
-    lin = torch.einsum("bkn,bknp,bkp->bk", pi, s * e, slope) / n
-    quad = torch.einsum("bkn,bknp,bkp->bk", pi, e.square(), slope) / n
+    g = s.new_ones(s.shape[:2]) if gate is None else gate.double()
     before, after = (rate_by_head(x, pi, g, c=c) for x in (s, s + e))
+    n, grouped = s.shape[-2], pi.ndim == 4
+    if grouped:
+        s = s - s.mean(-2, keepdim=True)  # a spread does not see where 0 is, and keeps its digits near it
+    else:
+        pi = pi.unsqueeze(2)
+    mass = pi.sum(-1, keepdim=True)
+    share = pi / torch.where(mass > 0, mass, 1)  # (b, k, g, n)
+    mean = share @ s if grouped else s.new_zeros(())
+    spread = (share @ s.square() - mean.square()).clamp(min=0)
+    strength = c * g.square()[..., None, None]
+    slope = strength / (1 + strength * spread)  # g^2 f'(g^2 V), (b, k, g, p)
+    pull = pi.mT @ slope  # (b, k, n, p)
+    lin = (e * (pull * s - pi.mT @ (slope * mean))).sum((-2, -1)) / n
+    quad = (e.square() * pull).sum((-2, -1)) / n
     return {"rate": before, "lin": lin, "quad": quad, "bound": lin + quad / 2, "frozen": after - before}
 
 
 def rate_by_head(projected: Tensor, membership: Tensor, gate: Tensor | None, *, c: float) -> Tensor:
-    """Each head's term of R_var, (b, k): the objective of one head at a time."""
+    """Each head's term of R_var, or R_mix, (b, k): the objective of one head at a time."""
     b, k, _, p = projected.shape
     alone = None if gate is None else gate.double().flatten(0, 1).unsqueeze(-1)
     heads = projected.double().flatten(0, 1).unsqueeze(1)
     members = membership.double().flatten(0, 1).unsqueeze(1)
-    rate = objective.variational_rate(heads, members, alone, eps=math.sqrt(p / c), width="head_dim")
+    rate = rate_for(membership)(heads, members, alone, eps=math.sqrt(p / c), width="head_dim")
     return rate.unflatten(0, (b, k))
 
 

@@ -104,7 +104,8 @@ def write_rate_page(path: str | Path, found: Mapping[str, Mapping[str, LayerRate
         }
         for quantity in QUANTITIES
     }
-    first = next(iter(found.values()))["input"]
+    conventions = dict.fromkeys(rates["input"].convention.rpartition(", ")[0] for rates in found.values())
+    missing = [rates["input"].missing for rates in found.values() if rates["input"].missing]
     return report.write(
         path,
         "rates.html",
@@ -113,7 +114,8 @@ def write_rate_page(path: str | Path, found: Mapping[str, Mapping[str, LayerRate
         images=images,
         lines=lines,
         places=WHERE,
-        convention=first.convention.rpartition(", ")[0],
+        conventions=list(conventions),
+        missing=missing,
     )
 
 

@@ -3,9 +3,9 @@
     {"images": 64, "eps": 0.1,
      "heads":       [4, 4],              heads of each layer
      "coding":      [101.2, 93.7],       nats of the tokens that a layer reads, as one Gaussian
-     "variational": [38.1, 35.0],        the same inside its subspaces, as the lineage publishes it (rates.py)
+     "variational": [38.1, 35.0],        the same inside its subspaces, as the lineage publishes it (rates.py); R_mix of GMSA
      "zero_memberships": [0.0, 0.0],     share of the memberships that are exactly 0
-     "idle_tokens": [0.0, 0.0],          share of the tokens that belong to no head
+     "idle_tokens": [0.0, 0.0],          share of the tokens that belong to no head, nor to a group of one
      "active":      [1.9, 2.2],          heads whose gate is not 0, mean over the images
      "zero_gates":  [0.52, 0.45],        share of the gates that are exactly 0
      "never":       [[3], []]}           heads, counted from 0, whose gate is 0 for every one of the images
@@ -40,7 +40,7 @@ def layers(model: VisionModel, images: Tensor) -> dict[str, Any]:
         rows = [rates["coding"], rates["variational"]]
         if membership is not None:
             zero = (membership == 0).double()
-            rows += [zero.mean((1, 2)), zero.prod(1).mean(-1)]
+            rows += [zero.flatten(1).mean(-1), zero.flatten(1, -2).prod(1).mean(-1)]
             has.update(MEMBERS)
         if gate is not None:
             rows += (gate != 0).double().unbind(-1)

@@ -9,8 +9,9 @@
 
 What puts the patches in order: numbers that the network itself computed, and two that it did not, for comparison:
 
-    membership   pi of the head with the largest gate, by image (no gate: of the largest mass)      layer `layer`
-    gated        sum_k g_k pi_nk                                                                    layer `layer`, with gates
+    membership   pi of the head with the largest |gate|, by image (no gate: of the largest mass);   layer `layer`
+                 where heads have groups (GMSA), of its group of the largest mass
+    gated        sum_k g_k pi_nk; none with groups: their memberships sum to 1 in every head        layer `layer`, with gates
     attention    what a patch receives: the row of the class token, or the mean of all rows         MHSA and MSSA
     gradient     gradient of the chosen class's logit times the input, summed over the patch
     centre       the middle of the picture first: by no network
@@ -22,14 +23,15 @@ the order is better.
 `foreground` asks it another way: do maps find the thing in the picture? Every layer and head against masks that people drew.
 
     mask            1 the thing, 2 background, 3 border, which nobody counts (the trimaps of Oxford-IIIT Pets)
-    map             the memberships of a head, or the attention its patches receive; stretched bilinearly to the mask's size
+    map             the memberships of a head, or of each group of a head (GMSA: k g maps, group by group), or the attention its
+                    patches receive; stretched bilinearly to the mask's size
     iou_mean        |map above its own mean, and thing| / |either|
     iou_area        the same with the threshold at which the map marks as much as the mask: right size given, where is asked
     pointing        is the largest value on the thing?
 
-    best            of the head that was best on the other half of the images: choosing it on the same ones would flatter it;
-                    of one layer, and of all layers
-    median          of the heads of a layer, each with its mean over the images: the head in the middle
+    best            of the head (or group) that was best on the other half of the images: choosing it on the same ones would
+                    flatter it; of one layer, and of all layers
+    median          of the heads (or groups) of a layer, each with its mean over the images: the one in the middle
     centre          no network: a map that says "the middle of the picture". A map that does not beat it has found nothing
 """
 
@@ -48,7 +50,7 @@ from torch.nn import functional as F
 from dmst.analysis.membership import attention_received, drawn, gradient_map, layer_of
 from dmst.analysis.running import Tick, batches_of, only_looking
 from dmst.errors import OptionError, choose
-from dmst.models import VisionModel
+from dmst.models import Trace, VisionModel
 
 TESTS = ("insertion", "deletion", "road")
 NOISE = 0.01  # of the pixels as the network takes them, road
@@ -66,10 +68,11 @@ def orders_of(model: VisionModel, images: Tensor, layer: int = -1) -> dict[str, 
         trace = model.trace(images)
     parts, found = layer_of(trace, layer).parts, dict[str, Tensor]()
     if parts.membership is not None:
-        membership = parts.membership[..., trace.prefix :]  # (b, k, n)
-        used = membership.sum(-1) if parts.gate is None else parts.gate
-        found["membership"] = membership[torch.arange(len(membership)), used.argmax(-1)]
-        if parts.gate is not None:
+        membership, rows = parts.membership[..., trace.prefix :], torch.arange(len(images))  # (b, k, n), or (b, k, g, n)
+        mine = membership if parts.gate is None else membership[rows, parts.gate.abs().argmax(-1)].unsqueeze(1)
+        mine = mine.flatten(1, -2)
+        found["membership"] = mine[rows, mine.sum(-1).argmax(-1)]
+        if parts.gate is not None and membership.ndim == 3:
             found["gated"] = (parts.gate.unsqueeze(-1) * membership).sum(1)
     if (received := attention_received(trace, layer)) is not None:
         found["attention"] = received.mean(1)
@@ -305,14 +308,15 @@ class Foreground:
     share: float  # of the counted pixels that are the thing: what pointing at random finds
     centre: dict[str, Interval]
     best: dict[str, Interval]  # of all layers and heads
-    head: dict[str, tuple[tuple[int, int], tuple[int, int]]]  # which (layer, head): chosen on even and on odd images
+    head: dict[str, tuple[tuple[int, int], tuple[int, int]]]  # which (layer, map): chosen on even and on odd images
     ahead: dict[str, Interval]  # best minus centre, paired by image
     layers: tuple[LayerForeground, ...]
+    groups: int = 1  # maps of a head: map i is that of group i % groups of head i // groups
 
     @property
     def verdict(self) -> str:
         ahead, found = self.ahead["iou_area"], self.best["iou_area"].mean
-        which = " and ".join(f"head {head} of layer {layer}" for layer, head in dict.fromkeys(self.head["iou_area"]))
+        which = " and ".join(f"{self._named(each)} of layer {layer}" for layer, each in dict.fromkeys(self.head["iou_area"]))
         word = "finds the object better than" if ahead.low > 0 else "is worse than" if ahead.high < 0 else "is no better than"
         return (
             f"The best {self.what} map ({which}; IoU {found:.3f} at the mask's area) {word} a map that always marks the centre "
@@ -320,21 +324,27 @@ class Foreground:
             f"{ahead.low:+.3f} to {ahead.high:+.3f}, {self.images:,} images."
         )
 
+    def _named(self, each: int) -> str:
+        return f"head {each}" if self.groups == 1 else f"group {each % self.groups} of head {each // self.groups}"
+
 
 def foreground(model: VisionModel, batches: Iterable[tuple[Tensor, Tensor]], *, tick: Tick = lambda images: None) -> Foreground:
     """Over batches of images (b, c, h, w) and masks (b, h, w) of the same frame; one batch in memory, few numbers an image."""
-    found: list[Tensor] = []  # (b, layers, heads, measures)
+    found: list[Tensor] = []  # (b, layers, maps, measures)
     centre: list[Tensor] = []  # (b, measures)
-    share, what = list[Tensor](), ""
+    share, what, groups = list[Tensor](), "", 1
     for images, masks in batches:
         masks = masks.cpu()
         with only_looking(model):
             trace = model.trace(images)
         rows = []
         for layer in range(len(trace.layers)):
-            what, small = drawn(trace, layer)
-            full = F.interpolate(small, tuple(masks.shape[-2:]), mode="bilinear", align_corners=False)
-            rows.append(measures(full, masks[:, None]))
+            what, small, groups = _maps(trace, layer)
+            every = []
+            for some in small.split(small.shape[1] // groups, 1):  # as many at once as there are heads: k g would be large
+                full = F.interpolate(some, tuple(masks.shape[-2:]), mode="bilinear", align_corners=False)
+                every.append(measures(full, masks[:, None]))
+            rows.append(torch.cat(every, 1))
         found.append(torch.stack(rows, 1))
         centre.append(measures(_middle(masks), masks))
         share.append((masks == THING).sum((-2, -1)) / (masks != BORDER).sum((-2, -1)).clamp(min=1))
@@ -342,11 +352,11 @@ def foreground(model: VisionModel, batches: Iterable[tuple[Tensor, Tensor]], *, 
     if not found:
         raise OptionError("no images were given.")
     values, middle = torch.cat(found).double().numpy(), torch.cat(centre).double().numpy()
-    heads = values.shape[2]
+    each_layer = values.shape[2]
     best, head = {}, {}
     for m, measure in enumerate(MEASURES):
         best[measure], chosen = _cross_chosen(values[..., m].reshape(len(values), -1))
-        head[measure] = tuple(divmod(each, heads) for each in chosen)
+        head[measure] = tuple(divmod(each, each_layer) for each in chosen)
     return Foreground(
         model=model.config.name,
         images=len(values),
@@ -357,11 +367,21 @@ def foreground(model: VisionModel, batches: Iterable[tuple[Tensor, Tensor]], *, 
         head=head,
         ahead={measure: bootstrap(best[measure] - middle[:, m]) for m, measure in enumerate(MEASURES)},
         layers=tuple(_layer(layer, values[:, layer]) for layer in range(values.shape[1])),
+        groups=groups,
     )
 
 
+def _maps(trace: Trace, layer: int) -> tuple[str, Tensor, int]:
+    """What the maps show, all maps of a layer (b, k g, rows, columns), and g: 1 without groups."""
+    membership = layer_of(trace, layer).parts.membership
+    if membership is None or membership.ndim == 3:
+        return *drawn(trace, layer), 1
+    each = membership[..., trace.prefix :].unflatten(-1, trace.grid).flatten(1, 2)
+    return "membership", each.detach().float().cpu(), membership.shape[2]
+
+
 def _layer(layer: int, values: np.ndarray) -> LayerForeground:
-    """From values (b, heads, measures)."""
+    """From values (b, maps, measures)."""
     best = {measure: bootstrap(_cross_chosen(values[..., m])[0]) for m, measure in enumerate(MEASURES)}
     return LayerForeground(layer, best, dict(zip(MEASURES, np.median(values.mean(0), 0).tolist(), strict=True)))
 

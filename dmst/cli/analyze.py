@@ -169,15 +169,17 @@ def rates(
             )
         )
     else:
-        words = dict(RATES.values())
         tables = [(name, at) for name in names for at in (WHERE if len(names) == 1 else ("input",))]
         for name, at in tables:
             here = found[name][at]
             rows = [[i, *(_cell(here, x, i) for x in RATES)] for i in range(len(here.mean["coding"]))]
+            words = dict(RATES.values())
+            if here.rate != "R_var":
+                words = {here.rate: words.pop("R_var"), **words}
             last = (name, at) == tables[-1]
             show(f"{name}, {first.name}: {WHERE[at]}", ("layer", *words), rows, words if last else None)
         say("Rates are in nats (1 nat = 1.44 bits): mean over images ± standard deviation.")
-        say(f"{found[names[0]]['input'].convention.rpartition(', ')[0]}.")
+        say(*dict.fromkeys(f"{mine['input'].convention.rpartition(', ')[0]}." for mine in found.values()))
         say(*(mine["input"].missing for mine in found.values() if mine["input"].missing))
     if page:
         say(write_rate_page(page, found, first.name), err=as_json)
@@ -389,7 +391,7 @@ TESTED = {
     "road": "deletion, patches filled in from their neighbours; small is good",
 }
 ORDERS = {
-    "membership": "memberships of the head with the largest gate",
+    "membership": "memberships of the head with the largest gate, or of its largest group",
     "gated": "memberships times gates, summed over the heads",
     "attention": "attention that a patch receives",
     "gradient": "gradient times input (no map of the layer)",
@@ -460,12 +462,13 @@ def _signed(interval: Interval | None) -> str:
 
 
 def _show_masks(found: Foreground) -> None:
-    """Three measures of the best head of each layer, and of the head in the middle."""
+    """Three measures of the best head, or group, of each layer, and of the one in the middle."""
+    of = "head" if found.groups == 1 else "group"
     rows = [[row.layer, *(f"{_short(row.best[x])} {row.median[x]:.2f}" for x in MEASURES)] for row in found.layers]
     rows += [["all", *(_short(found.best[x]) for x in MEASURES)], ["centre", *(_short(found.centre[x]) for x in MEASURES)]]
     show("Maps against masks", ("layer", *MEASURES.values()), rows)
     say(
-        f"{found.what} of the best head (95 % interval), chosen on the other half of the images; then the median head. "
+        f"{found.what} of the best {of} (95 % interval), chosen on the other half of the images; then the median {of}. "
         f"centre: a map of the image centre, without a network. A random peak is on the object with probability "
         f"{found.share:.2f}.",
         found.verdict,
