@@ -45,7 +45,8 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
 
 def attend_mixture(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: tuple[int, int] | None = None) -> Tensor:
     """GMSA on z (b, n, d): projections in the compute dtype, everything between them in at least float32."""
-    dtype, kernel = compute_dtype(z), mixture_kernel_for(z, weights)
+    dtype = compute_dtype(z)
+    kernel = mixture_kernel_for(z, weights, form, dtype)
     with without_autocast(z):
         return kernel(z, weights, form, grid=grid, dtype=dtype)
 

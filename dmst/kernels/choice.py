@@ -15,7 +15,8 @@ As a function it holds until the next call; in a `with` it holds inside. One cho
     otherwise CPU, sparsemax gate, eager                     silent        heads with gate 0 left out where that is faster
     otherwise                                                reference
 
-GMSA has its own two, `mixture` and `mixture_closed_form`, chosen as reference and closed_form are; none is fused yet.
+GMSA has its own three: `fused/mixture` where its `serves` says so, else `mixture` and `mixture_closed_form`, chosen as
+reference and closed_form are.
 """
 
 from __future__ import annotations
@@ -232,11 +233,39 @@ def kernel_for(z: Tensor, weights: Weights, form: Form, dtype: torch.dtype, skip
     return reference.attend
 
 
-def mixture_kernel_for(z: Tensor, weights: mixture.MixtureWeights) -> Callable[..., Tensor]:
+def mixture_kernel_for(
+    z: Tensor, weights: mixture.MixtureWeights, form: mixture.MixtureForm, dtype: torch.dtype
+) -> Callable[..., Tensor]:
     """The `attend` that computes GMSA, now."""
-    if _chosen == "fused":
-        raise OptionError('use_kernels("fused"): there is no fused kernel of GMSA. Use use_kernels("auto").')
-    if tracing.exported() or tracing.dual() or tracing.traced():
+    if tracing.exported() or tracing.dual():
+        return mixture.attend
+    if not tracing.transformed():
+        problem = _mixture_problem(z, form, dtype)
+        if not problem:
+            return _fused_mixture
+        if _chosen == "fused":
+            raise OptionError(f'use_kernels("fused"): {problem}. Use use_kernels("auto") to fall back by itself.')
+    if tracing.traced():
         return mixture.attend
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights))
     return mixture_closed_form.attend if wanted else mixture.attend
+
+
+def _mixture_problem(z: Tensor, form: mixture.MixtureForm, dtype: torch.dtype) -> str:
+    """Why the fused kernel of GMSA does not serve; nothing where it does."""
+    if _chosen == "reference":
+        return 'use_kernels("reference")'
+    if z.dtype == torch.float64 or dtype not in AUTO:
+        return "fused kernels compute in at most float32"
+    problem = machine_problem(z.device.type, z.device.index or 0, _chosen == "fused")
+    if problem:
+        return problem
+    from dmst.kernels.fused.mixture import serves
+
+    return serves(z.shape[-2], z.shape[-1], form)
+
+
+def _fused_mixture(*args: Any, **kwargs: Any) -> Tensor:
+    from dmst.kernels.fused.mixture import attend
+
+    return attend(*args, **kwargs)
