@@ -4,7 +4,8 @@ rates.py (how many nats each layer's tokens cost)      membership.py (which toke
 report.py, templates/, charts.py (pages)                network_report.py (the page of a network, or a run)
 probes.py (what each layer does, asked during training) run_journal.py (a run, from its journal)
 certificates.py (does each step lower its rate?)        theorem.py (the paper's inequality, on real weights)
-scored.py (are the maps true?)                          intervene.py (heads switched off, gates forced)
+scored.py (are the maps true?)                          intervene.py (heads and groups switched off, gates forced)
+groups.py (the groups of a head: mass, nearest patches, pull)
 """
 
 from dmst.analysis.certificates import Certificate, certify

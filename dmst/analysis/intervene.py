@@ -2,8 +2,10 @@
 
     with forced_gates(model, {11: {3: 0.5}}):     head 3 of layer 11 (both from 0; layer -1 is the last) has gate 0.5 inside
     with switched_off(model, {11: [3]}):          it adds nothing: gate 0, or its channels 0 where there is no gate
+    with groups_off(model, {11: {3: [0, 5]}}):    groups 0 and 5 of head 3 pull no token: their attenuation is 0 (GMSA)
 
     output = bias + sum_k update_k(g_k) W_out,k, so head k off takes exactly update_k W_out,k away (theory: g = 0 skips a head)
+    update_k of a token is g sum_g pi a (mu - s), so a group off takes its own term away; of `proximal`, its part of A and M
 
 The forced gate replaces the computed one in `steps`, in plain torch, whatever `use_kernels` says; memberships and moments stay
 as they are, since neither depends on the gate. `trace` and `decompose` show the forced gate too. A graph that was exported
@@ -12,21 +14,23 @@ before does not know of it; torch.compile does, and compiles again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from dmst.errors import OptionError, number, shown
-from dmst.kernels import reference
+from dmst.kernels.mixture import MixtureSteps
 from dmst.models import VisionModel
-from dmst.operators import MHSA, MSSA, XCA, Operator
+from dmst.operators import GMSA, MHSA, MSSA, XCA, Operator
 from dmst.operators.base import Grid
 from dmst.operators.family import TokenStatistics
 
 Gates = Mapping[int, Mapping[int, float]]
+Groups = Mapping[int, Mapping[int, Iterable[int]]]
 
 
 @contextmanager
@@ -36,7 +40,7 @@ def forced_gates(model: VisionModel, gates: Gates) -> Iterator[None]:
         for layer, heads in gates.items():
             operator = operator_of(model, layer)
             values = {_head(operator, head): number("gate", value, -torch.inf, torch.inf) for head, value in heads.items()}
-            if isinstance(operator, TokenStatistics):
+            if isinstance(operator, TokenStatistics | GMSA):
                 undo.enter_context(_gates_of(operator, values))
             else:
                 undo.enter_context(_silent_channels(operator, values))
@@ -47,6 +51,21 @@ def forced_gates(model: VisionModel, gates: Gates) -> Iterator[None]:
 def switched_off(model: VisionModel, heads: Mapping[int, Iterable[int]]) -> Iterator[None]:
     """{layer: heads}: these add nothing to the output of their layers, inside the block only."""
     with forced_gates(model, {layer: dict.fromkeys(off, 0.0) for layer, off in heads.items()}):
+        yield
+
+
+@contextmanager
+def groups_off(model: VisionModel, groups: Groups) -> Iterator[None]:
+    """{layer: {head: groups}}: these pull no token, inside the block only. Memberships and means stay as they are."""
+    with ExitStack() as undo:
+        for layer, heads in groups.items():
+            operator = operator_of(model, layer)
+            if not isinstance(operator, GMSA):
+                raise OptionError(f"{type(operator).__name__} in layer {layer} has no groups to switch off: only GMSA has.")
+            off = torch.zeros(operator.num_heads, operator.form.groups, dtype=torch.bool)
+            for head, some in heads.items():
+                off[_head(operator, head), [_group(operator, group) for group in some]] = True
+            undo.enter_context(_silent_groups(operator, off))
         yield
 
 
@@ -65,19 +84,19 @@ def _head(operator: Operator, head: int) -> int:
     return head
 
 
+def _group(operator: GMSA, group: int) -> int:
+    if type(group) is not int or not 0 <= group < operator.form.groups:
+        raise OptionError(f"group is {shown(group)}: the heads have groups 0 to {operator.form.groups - 1}.")
+    return group
+
+
 @contextmanager
-def _gates_of(operator: TokenStatistics, values: Mapping[int, float]) -> Iterator[None]:
-    """The operator's own steps with these gates put in, in plain torch; the attributes of the instance go again afterwards."""
-    if operator.form.gate is None and any(values.values()):
-        raise OptionError(f"{type(operator).__name__} has no gate here: its heads can be switched off (0), not weighed.")
+def _changed_steps(operator: TokenStatistics | GMSA, change: Callable[[Any], Any]) -> Iterator[None]:
+    """The operator's own steps, changed, in plain torch; the attributes of the instance go again afterwards."""
     inner, before = operator.steps, {name: operator.__dict__.get(name) for name in ("steps", "is_plain")}
 
-    def steps(z: Tensor, grid: Grid = None) -> reference.Steps:
-        found = inner(z, grid)
-        gate = torch.ones_like(found.divisor) if found.gate is None else found.gate.clone()
-        for head, value in values.items():
-            gate[..., head] = value
-        return found._replace(gate=gate)
+    def steps(z: Tensor, grid: Grid = None) -> Any:
+        return change(inner(z, grid))
 
     operator.__dict__ |= {"steps": steps, "is_plain": lambda: False}  # not the class: other layers stay as they are
     try:
@@ -87,6 +106,35 @@ def _gates_of(operator: TokenStatistics, values: Mapping[int, float]) -> Iterato
             del operator.__dict__[name]
             if method is not None:
                 operator.__dict__[name] = method
+
+
+@contextmanager
+def _gates_of(operator: TokenStatistics | GMSA, values: Mapping[int, float]) -> Iterator[None]:
+    """With these gates put in."""
+    if operator.form.gate is None and any(values.values()):
+        raise OptionError(f"{type(operator).__name__} has no gate here: its heads can be switched off (0), not weighed.")
+
+    def forced(found: Any) -> Any:
+        ones = found.mass[..., 0] if isinstance(operator, GMSA) else found.divisor
+        gate = torch.ones_like(ones) if found.gate is None else found.gate.clone()
+        for head, value in values.items():
+            gate[..., head] = value
+        return found._replace(gate=gate)
+
+    with _changed_steps(operator, forced):
+        yield
+
+
+@contextmanager
+def _silent_groups(operator: GMSA, off: Tensor) -> Iterator[None]:
+    """With the groups in `off` (k, g) silent, besides those that already are."""
+
+    def silenced(found: MixtureSteps) -> MixtureSteps:
+        silent = off.to(found.mass.device)
+        return found._replace(silent=silent if found.silent is None else silent | found.silent)
+
+    with _changed_steps(operator, silenced):
+        yield
 
 
 @contextmanager

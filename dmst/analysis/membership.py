@@ -1,11 +1,13 @@
 """Memberships and gates as pictures: what a layer computed, cell for cell, never a second formula.
 
-maps(trace, layer)          (b, k, rows, columns): membership of every patch in every subspace
+maps(trace, layer)          (b, k, rows, columns): membership of every patch in every subspace, or in its group of that head
+groups(trace, layer)        (b, k, rows, columns): the group that a patch belongs to most; None in layers without groups
 attention_received(...)     (b, k, n): of layers that have rows of attention instead, how much each patch is looked at
 gradient_map(model, images) (b, rows, columns): how much each patch moves the score of the answer, for any network
 ends(values, what)          the numbers that the first and the last colour stand for
 colour(values, low, high)   numbers to colours: dark blue (low) over grey to yellow (high), readable in grey and by everyone
 overlay(image, map)         the map over its image in grey, one square per patch; the page of `dmst explore` draws the same
+segmentation(image, groups, map)  the same for groups: one colour per group, stronger where the membership is larger
 sheet(trace, images)        images down, heads across: one picture
 layers_sheet(trace, image)  layers down, heads across: one picture of one image
 gate_by_class(gates, labels)
@@ -38,16 +40,35 @@ RAMP = np.array(
     dtype=np.float64,
 )  # fmt: skip
 
+# One colour for each group, then again from the first. Found by search: over grey the two most alike are far apart, also for
+# people who see without one kind of cone, and neighbouring cells of a 4 x 4 grid differ most.
+PALETTE = np.array(
+    [
+        (194, 255, 0), (0, 0, 93), (0, 255, 181), (0, 58, 90), (253, 36, 169), (143, 236, 117), (227, 119, 0), (142, 46, 197),
+        (0, 71, 255), (93, 11, 0), (143, 255, 255), (255, 255, 92), (197, 34, 0), (162, 180, 255), (34, 0, 255), (12, 136, 91),
+    ],
+    dtype=np.uint8,
+)  # fmt: skip
+
 MISSING = (204, 121, 167)  # a number that is not there: none of the ramp's colours
 LUMA = np.array([0.299, 0.587, 0.114])  # how bright red, green and blue look
 
 
 def maps(trace: Trace, layer: int = -1) -> Tensor:
-    """(b, k, rows, columns): the memberships of the patches in one layer (from 0; -1 is the last)."""
+    """(b, k, rows, columns): the memberships of the patches in one layer (from 0; -1 is the last); of groups, the largest."""
     membership = layer_of(trace, layer).parts.membership
     if membership is None:
         raise OptionError("this model's operator computes no memberships (nor rows of attention of patches): nothing to draw.")
-    return membership[..., trace.prefix :].unflatten(-1, trace.grid).detach().float().cpu()
+    values = membership if membership.ndim == 3 else membership.amax(-2)
+    return values[..., trace.prefix :].unflatten(-1, trace.grid).detach().float().cpu()
+
+
+def groups(trace: Trace, layer: int = -1) -> Tensor | None:
+    """(b, k, rows, columns): argmax over the groups of a head, for each patch; None where heads have no groups."""
+    membership = layer_of(trace, layer).parts.membership
+    if membership is None or membership.ndim == 3:
+        return None
+    return membership.argmax(-2)[..., trace.prefix :].unflatten(-1, trace.grid).cpu()
 
 
 def attention_received(trace: Trace, layer: int = -1) -> Tensor | None:
@@ -69,10 +90,11 @@ def gradient_map(model: VisionModel, images: Tensor) -> Tensor:
 
 
 def drawn(trace: Trace, layer: int = -1) -> tuple[str, Tensor]:
-    """What a picture of this layer shows, "membership" or "attention received", and its maps (b, k, rows, columns)."""
+    """What a picture of this layer shows, "membership", "group membership" or "attention received", and its maps (b, k, rows,
+    columns)."""
     received = None if layer_of(trace, layer).parts.membership is not None else attention_received(trace, layer)
     if received is None:
-        return "membership", maps(trace, layer)
+        return "membership" if groups(trace, layer) is None else "group membership", maps(trace, layer)
     return "attention received", received.unflatten(-1, trace.grid).detach().float().cpu()
 
 
@@ -97,7 +119,7 @@ def ends(values: Tensor, what: str = "membership") -> tuple[float, float]:
     if what == "gradient":
         most = max(-low, high) or 1.0
         return -most, most
-    least, most = min(0.0, low), max(high, 1.0) if what == "membership" else high
+    least, most = min(0.0, low), max(high, 1.0) if what.endswith("membership") else high
     return least, most if most > least else least + 1
 
 
@@ -129,12 +151,22 @@ def enlarge(pixels: Pixels, factor: int) -> Pixels:
 
 def overlay(image: Pixels, values: Tensor, low: float = 0.0, high: float = 1.0, strength: float = 0.6) -> Pixels:
     """A map (rows, columns), each number a square over its patch; the image below is grey, so that all colour is the map's."""
+    return _cover(image, colour(values.detach().cpu(), low, high), np.full((*values.shape, 1), strength))
+
+
+def segmentation(image: Pixels, group: Tensor, values: Tensor, strength: float = 0.6) -> Pixels:
+    """Groups (rows, columns) and their memberships, as `overlay` does it: from half of `strength` at 0 to all of it at 1."""
+    pixels, missing = PALETTE[group.cpu().numpy() % len(PALETTE)], values.isnan().cpu().numpy()
+    pixels[missing] = MISSING
+    return _cover(image, pixels, strength * (0.5 + 0.5 * values.detach().cpu().double().nan_to_num(1).numpy()[..., None]))
+
+
+def _cover(image: Pixels, colours: Pixels, strength: NDArray[np.float64]) -> Pixels:
+    """Every patch a square of its colour (rows, columns, 3) over the grey image, in its strength (rows, columns, 1)."""
     height, width = image.shape[:2]
-    rows, columns = values.shape
-    squares = colour(values.detach().cpu(), low, high)[np.arange(height) * rows // height][
-        :, np.arange(width) * columns // width
-    ]
-    return np.round((1 - strength) * grey(image) + strength * squares).astype(np.uint8)
+    rows, columns = colours.shape[:2]
+    place = np.ix_(np.arange(height) * rows // height, np.arange(width) * columns // width)
+    return np.round((1 - strength[place]) * grey(image) + strength[place] * colours[place]).astype(np.uint8)
 
 
 def grey(pixels: Pixels) -> Pixels:
@@ -145,8 +177,9 @@ def sheet(trace: Trace, images: Tensor, layer: int = -1, *, gradients: Tensor | 
     """One picture: images down; the image and then every head across, its memberships laid over the image, its gate under it.
 
     `size` is the longer side of a tile in pixels. A head that is silent for an image (gate exactly 0) is left as the faint
-    image alone. Takes the first images of the trace, or all of them. Layers with rows of attention show what the patches
-    receive; a head's largest is written under it. With `gradients`, of `gradient_map`, there is one more tile at the end.
+    image alone. A head with groups shows them in colours. Takes the first images of the trace, or all of them. Layers with rows
+    of attention show what the patches receive; a head's largest is written under it. With `gradients`, of `gradient_map`, there
+    is one more tile at the end.
     """
     rows = []
     for i, image in enumerate(images):
@@ -167,15 +200,17 @@ def layers_sheet(
 def _row(trace: Trace, layer: int, index: int, plain: Pixels, name: str) -> list[Tile]:
     """The image, and the tiles of the heads of one layer for it, with the words under them."""
     what, values = drawn(trace, layer)
+    group = groups(trace, layer)
     gate = trace.layers[layer].parts.gate
     low, high = ends(values[index], what)
     row = [(plain, name)]
     for k, each in enumerate(values[index]):
         g = None if gate is None else gate[index, k].item()
         words = "" if g is None else ": silent" if g == 0 else f": gate {g:.2f}"
-        if what != "membership":
+        if what == "attention received":
             words = f": looked at, to {each.max():.2g}"
-        row.append((_faint(plain) if g == 0 else overlay(plain, each, low, high), f"head {k}{words}"))
+        covered = overlay(plain, each, low, high) if group is None else segmentation(plain, group[index, k], each)
+        row.append((_faint(plain) if g == 0 else covered, f"head {k}{words}"))
     return row
 
 

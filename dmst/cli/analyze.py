@@ -312,6 +312,7 @@ def theorem(
 
 READ = {
     "membership": "Colours: membership 0 is dark blue, 1 is yellow. A faint tile is a silent head (gate 0).",
+    "group membership": "Colours: one per group of a head, stronger where the membership is larger.",
     "attention received": "No memberships here. Colours: attention that a patch receives, 0 is dark blue, the largest of the "
     "layer is yellow.",
 }
@@ -343,7 +344,8 @@ def maps(
     dmst analyze maps photo.jpg --weights runs/mine --layer -1 --out maps
 
     Rows are layers, columns are heads, the gate is printed under each map. Colours: 0 is dark blue, 1 is yellow. A silent head
-    (gate 0) is faint. Networks with softmax attention have no memberships: their maps show the attention that a patch receives.
+    (gate 0) is faint. Heads of GMSA sort the patches into groups, and each group has a colour. Networks with softmax attention
+    have no memberships: their maps show the attention that a patch receives.
     """
     from dmst.analysis.membership import drawn, layer_of, layers_sheet, png
     from dmst.analysis.running import only_looking

@@ -10,22 +10,29 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dmst.analysis.intervene import forced_gates, operator_of, switched_off
+from dmst.analysis.intervene import forced_gates, groups_off, operator_of, switched_off
 from dmst.errors import OptionError
-from dmst.kernels import reference, use_kernels
+from dmst.kernels import mixture, reference, use_kernels
 from dmst.models import VisionModel
-from dmst.operators import MSSA, OPERATORS, XCA, Operator
+from dmst.operators import GMSA, MSSA, OPERATORS, XCA, Operator
 from dmst.operators.family import TokenStatistics
 from tests import cases, networks
 from tests.networks import build, images
 
 GATED: networks.Case = ("dmst_tiny", {})
+GROUPED: list[networks.Case] = [
+    ("gmst_tiny", {"groups": 3}),
+    ("gmst_tiny", {"groups": 3, "mode": "equation", "rounds": 2}),
+    ("gmst_tiny", {"groups": 3, "mode": "proximal", "gate_activation": "sigmoid"}),
+    ("gmst_tiny", {"groups": 3, "own": False, "gate_activation": "none", "readout": "token"}),
+]
 KINDS = [
     GATED,
+    *GROUPED,
     ("dmst_tiny", {"mode": "equation"}),
     ("dmst_tiny", {"mode": "proximal"}),
     ("crate_tiny", {"relaxed": 0.3}),
-    *(("vit_tiny", {"operator": name}) for name in OPERATORS),
+    *(("vit_tiny", {"operator": name} | cases.FEW.get(name, {})) for name in OPERATORS),
 ]
 every = pytest.mark.parametrize("case", KINDS, ids=cases.label)
 
@@ -56,12 +63,14 @@ def test_its_own_gate_changes_nothing(kernels: str) -> None:
 def contributions(operator: Operator, z: Tensor, gate: Tensor | None = None) -> Tensor:
     """(b, k, n, d): update_k W_out,k, what each head adds to the output for tokens z (b, n, d); with another `gate`, at that.
     Their sum is the output without its bias (and, of the relaxed MSSA, without -kappa z)."""
-    projected, membership, found, attention = operator.decompose(z, grid=(2, 3))
+    projected, membership, found, attention, *_ = operator.decompose(z, grid=(2, 3))
     out: Any = getattr(operator, "out", None)
     weight = operator.subspaces().mT if out is None else rearrange(out.weight, "d (k p) -> k p d", k=operator.num_heads)
     if isinstance(operator, TokenStatistics):
         theta, gate = operator.weights().theta, found if gate is None else gate
         return reference.token_statistics(projected, membership, gate, theta, form=operator.form) @ weight
+    if isinstance(operator, GMSA):
+        return mixture.update_of(operator.steps(z, (2, 3)), operator.step_size(), operator.form) @ weight
     mixed = projected @ attention.mT if isinstance(operator, XCA) else attention @ projected
     return (mixed * (operator.relaxed or 1.0) if isinstance(operator, MSSA) else mixed) @ weight
 
@@ -146,3 +155,81 @@ def test_what_cannot_be_forced_is_refused() -> None:
         with pytest.raises(OptionError, match=word), forced_gates(gated, wrong):
             pass
     assert clean(gated)
+
+
+# --- groups --------------------------------------------------------------------------------------------------------------
+
+grouped = pytest.mark.parametrize("case", GROUPED, ids=cases.label)
+
+
+def by_hand(operator: GMSA, z: Tensor, off: dict[int, list[int]]) -> Tensor:
+    """(b, k, n, p): the update as gmsa.py writes it, without the groups that are off."""
+    s, membership, gate, _, means, spreads = operator.decompose(z, grid=(2, 3))
+    gate = torch.ones(s.shape[:2], dtype=s.dtype) if gate is None else gate
+    g = gate[..., None, None]
+    attenuation = 1 / (1 + g.square() * spreads)
+    for head, groups in off.items():
+        attenuation[:, head, groups] = 0
+    alpha = torch.einsum("bkgn,bkgp->bknp", membership, attenuation)
+    beta = torch.einsum("bkgn,bkgp->bknp", membership, attenuation * means)
+    if operator.form.mode == "proximal":
+        theta = operator.step_size().reshape(-1, 1, 1) * g.square()
+        return theta * (beta - alpha * s) / (1 + theta * alpha)
+    return g**operator.form.power * (beta - alpha * s if operator.form.own else beta)
+
+
+@grouped
+@torch.no_grad()
+def test_a_group_that_is_off_takes_its_own_term_away(case: networks.Case) -> None:
+    """What the heads hand to the output is, head by head, what the equation gives without the group."""
+    model, x = build(case).eval(), images()
+    z, operator = model.trace(x).layers[1].normed, operator_of(model, 1)
+    assert isinstance(operator, GMSA)
+    with groups_off(model, {1: {2: [0, 2], 0: [1]}}):
+        seen, steps = operator(z, grid=(2, 3)), operator.steps(z, (2, 3))
+        shown, logits = operator.decompose(z, grid=(2, 3)), model(x)
+        assert torch.equal(model.trace(x).logits, logits)
+    update = mixture.update_of(steps, operator.step_size(), operator.form)
+    wanted, whole = by_hand(operator, z, {2: [0, 2], 0: [1]}), by_hand(operator, z, {})
+    assert (update - wanted).abs().max() < 1e-12
+    assert (seen - operator.project_out(wanted, z)).abs().max() < 1e-12
+    assert (wanted - whole)[:, 1].abs().max() < 1e-12  # the head without a group off
+    assert (wanted - whole)[:, [0, 2]].flatten(2).abs().amax(-1).min() > 1e-6
+    assert (logits - model(x)).abs().max() > 1e-6
+    plain = operator.decompose(z, grid=(2, 3))
+    assert all(a is b or (a - b).abs().max() < 1e-12 for a, b in zip(shown, plain, strict=True))  # memberships and means stay
+    assert clean(model)
+
+
+@grouped
+@torch.no_grad()
+def test_with_all_groups_off_the_head_is_off(case: networks.Case) -> None:
+    model, x = build(case).eval(), images()
+    for layer in range(2):
+        with switched_off(model, {layer: [1]}):
+            wanted = model(x)
+        with groups_off(model, {layer: {1: range(3)}}):
+            assert torch.equal(model(x), wanted)
+        with groups_off(model, {layer: {1: [2]}}), switched_off(model, {layer: [0]}), groups_off(model, {layer: {1: [0, 1]}}):
+            both = model(x)  # one inside another: all hold
+        with switched_off(model, {layer: [0, 1]}):
+            assert torch.equal(model(x), both) and not torch.equal(both, wanted)
+    assert clean(model)
+
+
+def test_groups_that_are_not_there_are_refused() -> None:
+    grouped, other = build(GROUPED[0]), build(GATED)
+    for wrong, word in (
+        ({2: {0: [0]}}, "layer is 2: the model has layers 0 to 1"),
+        ({0: {3: [0]}}, "head is 3: the layer has heads 0 to 2"),
+        ({0: {0: [0, 3]}}, "group is 3: the heads have groups 0 to 2"),
+        ({0: {0: [-1]}}, "group is -1"),
+        ({0: {0: [True]}}, "group is True"),
+    ):
+        with pytest.raises(OptionError, match=word), groups_off(grouped, wrong):
+            pass
+    with pytest.raises(OptionError, match="DMSA in layer 1 has no groups"), groups_off(other, {1: {0: [0]}}):
+        pass
+    with pytest.raises(OptionError, match="no gate"), forced_gates(build(GROUPED[-1]), {0: {0: 0.5}}):
+        pass
+    assert clean(grouped) and clean(other)
