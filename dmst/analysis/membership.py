@@ -155,10 +155,10 @@ def overlay(image: Pixels, values: Tensor, low: float = 0.0, high: float = 1.0, 
 
 
 def segmentation(image: Pixels, group: Tensor, values: Tensor, strength: float = 0.6) -> Pixels:
-    """Groups (rows, columns) and their memberships, as `overlay` does it: from half of `strength` at 0 to all of it at 1."""
+    """Groups (rows, columns) and their memberships, as `overlay` does it: from 0.7 of `strength` at 0 to all of it at 1."""
     pixels, missing = PALETTE[group.cpu().numpy() % len(PALETTE)], values.isnan().cpu().numpy()
     pixels[missing] = MISSING
-    return _cover(image, pixels, strength * (0.5 + 0.5 * values.detach().cpu().double().nan_to_num(1).numpy()[..., None]))
+    return _cover(image, pixels, strength * (0.7 + 0.3 * values.detach().cpu().double().nan_to_num(1).numpy()[..., None]))
 
 
 def _cover(image: Pixels, colours: Pixels, strength: NDArray[np.float64]) -> Pixels:

@@ -4,7 +4,7 @@
     GET   /api/start                networks, their state, examples
     GET   /api/images/ID            a picture, PNG                 POST  /api/images   its bytes
     GET   /api/seen/MODEL/IMAGE     as the network sees it, PNG
-    POST  /api/look  /api/rates     {"model", "image", "gates"}
+    POST  /api/look  /api/rates     {"model", "image", "gates"}, gates and groups that are off (session.changes_of)
 
 No parameter is a path or a URL. One thread for each network and one for pictures: forcing a gate changes the network, and one
 picture is decoded at a time. Uvicorn refuses what comes beyond CONNECTIONS.

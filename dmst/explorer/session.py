@@ -20,7 +20,7 @@ from torch import Tensor
 
 import dmst
 from dmst.analysis import certify, membership
-from dmst.analysis.intervene import forced_gates
+from dmst.analysis.intervene import forced_gates, groups_off
 from dmst.analysis.membership import enlarge, fit, gradient_map, png
 from dmst.data.images import decode
 from dmst.data.loader import View
@@ -38,6 +38,7 @@ UPLOADS = 32
 SHOWN, SEEN = 512, 256  # pixels: at most, at least
 DIGIT = "seven"
 Gates = dict[int, dict[int, float]]
+Groups = dict[int, dict[int, list[int]]]
 
 
 class RefusedError(DmstError):
@@ -150,18 +151,20 @@ class Network:
 
     @torch.no_grad()
     def look(self, picture: Picture, asked: Any) -> dict[str, Any]:
-        """Prediction, maps and gates, with gates forced as asked: {"3": {"1": 0.0}}."""
+        """Prediction, maps and gates, with gates forced and groups off as asked: {"3": {"1": 0.0, "2.5": 0}}."""
         model, image = self._model(), self._image(picture)
-        gates = gates_of(asked, model)
-        with forced_gates(model, gates):
+        gates, groups = changes_of(asked, model)
+        with forced_gates(model, gates), groups_off(model, groups):
             trace = model.trace(image)
-        return view.look(model, trace, gates)
+            pulls = view.pulls(model, trace)
+        return view.look(model, trace, gates, pulls)
 
     @torch.no_grad()
     def rates(self, picture: Picture, asked: Any) -> dict[str, Any]:
         """What takes longer, of this picture alone: nats by layer, certificates, and the gradient of the answer."""
         model, image = self._model(), self._image(picture)
-        with forced_gates(model, gates_of(asked, model)):
+        gates, groups = changes_of(asked, model)
+        with forced_gates(model, gates), groups_off(model, groups):
             trace, certificate, gradient = model.trace(image), certify(model, image), gradient_map(model, image)[0]
         return view.rates(model, trace, certificate) | view.gradient(gradient)
 
@@ -198,16 +201,24 @@ def names_of(models: Sequence[str]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)]
 
 
-def gates_of(asked: Any, model: VisionModel) -> Gates:
-    """{"3": {"1": 0.0}} with whole numbers for keys, in order; what is not that is refused."""
+def changes_of(asked: Any, model: VisionModel) -> tuple[Gates, Groups]:
+    """{"3": {"1": 0.0, "2.5": 0}} is head 1 of layer 3 with gate 0, and group 5 of head 2 off; what is not that is refused."""
     layers, heads = [str(i) for i in range(len(model.blocks))], [str(i) for i in range(model.config.num_heads)]
     if not isinstance(asked, Mapping) or not all(isinstance(each, Mapping) for each in asked.values()):
         raise OptionError(f'gates is {shown(asked)}: it must be like {{"3": {{"1": 0.0}}}}, layer, head and gate.')
-    found: Gates = {}
+    gates, groups = Gates(), Groups()
     for layer, row in asked.items():
-        forced = {int(choose("head", head, heads)): number("gate", gate, -1e6, 1e6) for head, gate in row.items()}
-        found[int(choose("layer", layer, layers))] = dict(sorted(forced.items()))
-    return {layer: row for layer, row in sorted(found.items()) if row}
+        i = int(choose("layer", layer, layers))
+        known = range(getattr(getattr(model.blocks[i].operator, "form", None), "groups", 0))
+        for key, value in row.items():
+            head, dot, group = key.partition(".")
+            k = int(choose("head", head, heads))
+            if not dot:
+                gates.setdefault(i, {})[k] = number("gate", value, -1e6, 1e6)
+            else:
+                number("gate of a group", value, 0, 0)
+                groups.setdefault(i, {}).setdefault(k, []).append(int(choose("group", group, map(str, known))))
+    return gates, groups
 
 
 def _picture(id: str, raw: bytes, name: str = "", credit: str = "") -> Picture:

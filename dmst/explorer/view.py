@@ -1,6 +1,7 @@
 """What a network computed, as the JSON that the page draws: every number is a tensor of `trace`, or of `analysis` on it.
 
-look(model, trace)            prediction, and for every layer its maps (heads x patches) and gates
+look(model, trace)            prediction, and for every layer its maps (heads x patches) and gates, of GMSA its groups
+pulls(model, trace)           how far each head moves each patch, of GMSA
 rates(model, trace, found)    nats by layer, and the certificates in words
 gradient(found)               how much each patch moves the score of the answer
 
@@ -11,15 +12,16 @@ One image: number 0 of the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dmst.analysis.certificates import Certificate, LayerCertificate
-from dmst.analysis.membership import attention_received, ends, maps
-from dmst.analysis.rates import LayerRates, rates_of
+from dmst.analysis.groups import mass, nearest, pull
+from dmst.analysis.membership import attention_received, ends, groups, maps
+from dmst.analysis.rates import LayerRates, rate_name, rates_of
 from dmst.errors import bad_answer
 from dmst.models import Trace, VisionModel
 from dmst.words import short
@@ -30,14 +32,17 @@ RATES = ("variational", "complete", "coding", "active")
 MEANS = {
     "membership": "Membership, from 0 to 1: how much each patch belongs to the subspace of this head.",
     "rescaled": "Membership times the number of patches: how much each belongs to the subspace of this head. 1 is the mean.",
+    "groups": "Groups: each colour is one group of this head, and a patch has the colour of the group that it belongs to most. "
+    "The stronger the colour, the larger its membership there.",
     "class token": "Attention received: how much the class token attends to each patch, in this head. It is not a membership.",
     "attention": "Attention received: how much all patches attend to each in this head, on average. It is not a membership.",
     "channels": "This layer attends between channels, not between patches, so it has no map of the picture.",
 }
 
 
-def look(model: VisionModel, trace: Trace, forced: Collection[int] = ()) -> dict[str, Any]:
-    """`forced`: layers in which a gate was forced, and whose own gates are computed again. Outside of `forced_gates`."""
+def look(model: VisionModel, trace: Trace, forced: Collection[int], pulled: Sequence[Tensor | None]) -> dict[str, Any]:
+    """`forced`: layers in which a gate was forced, and whose own gates are computed again. Outside of `forced_gates`; `pulled`,
+    of `pulls`, was taken inside."""
     if not torch.isfinite(trace.logits).all():
         raise bad_answer(model.config.name, "this picture")
     probabilities = trace.logits[0].double().softmax(-1)
@@ -51,7 +56,25 @@ def look(model: VisionModel, trace: Trace, forced: Collection[int] = ()) -> dict
         "probabilities": said,
         "grid": list(trace.grid),
         "prefix": trace.prefix,
-        "layers": [_layer(model, trace, i, i in forced) for i in range(len(trace.layers))],
+        "layers": [_layer(model, trace, i, i in forced) | _groups(trace, i, each) for i, each in enumerate(pulled)],
+    }
+
+
+def pulls(model: VisionModel, trace: Trace) -> list[Tensor | None]:
+    """(b, k, rows, columns) of every layer, None where heads have no groups."""
+    return [None if groups(trace, i) is None else pull(model, trace, i) for i in range(len(trace.layers))]
+
+
+def _groups(trace: Trace, number: int, pulled: Tensor | None) -> dict[str, Any]:
+    """Of every head: the group of each patch, the mass and nearest patches of each group, and the pull of each patch."""
+    group = groups(trace, number)
+    if group is None or pulled is None:
+        return {}
+    return {
+        "groups": group[0].flatten(1).tolist(),
+        "mass": plain(mass(trace, number)[0]),
+        "nearest": nearest(trace, number)[0].tolist(),
+        "pull": plain(pulled[0].flatten(1)),
     }
 
 
@@ -63,7 +86,7 @@ def _layer(model: VisionModel, trace: Trace, number: int, forced: bool) -> dict[
     kind, values = "membership", None
     if parts.membership is not None:
         values = maps(trace, number)[0].flatten(1)
-        means = "rescaled" if values.max() > 1 else "membership"
+        means = "groups" if parts.means is not None else "rescaled" if values.max() > 1 else "membership"
     else:
         received = attention_received(trace, number)
         kind = "attention"
@@ -85,7 +108,8 @@ def rates(model: VisionModel, trace: Trace, certificate: Certificate) -> dict[st
     pairs = zip(trace.layers, model.blocks, strict=True)
     found = [rates_of(layer.normed, layer.parts, block.operator, eps=EPS) for layer, block in pairs]  # type: ignore[arg-type]
     mean = {name: [each[name][0].item() for each in found] for name in RATES}
-    told = LayerRates(model.config.name, "input", EPS, 1, mean, {})
+    named = " or ".join(dict.fromkeys(rate_name(layer.parts) for layer in trace.layers))
+    told = LayerRates(model.config.name, "input", EPS, 1, mean, {}, rate=named)
     return {
         "convention": told.convention,
         "certified": certificate.convention,

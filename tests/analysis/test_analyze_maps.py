@@ -184,7 +184,7 @@ def test_every_patch_has_the_colour_of_its_group(options: dict[str, str]) -> Non
             top, left = layer * (height + LINE + GAP), (head + 1) * (width + GAP)
             tile = page[top : top + height, left : left + width]
             assert np.array_equal(tile, segmentation(plain, seen, cells))
-            opacity = 0.6 * (0.5 + 0.5 * cells[3, 5].item())
+            opacity = 0.6 * (0.7 + 0.3 * cells[3, 5].item())
             corner = (1 - opacity) * (plain[-1, -1] @ [0.299, 0.587, 0.114]).round() + opacity * PALETTE[seen[3, 5]].astype(
                 float
             )
@@ -201,7 +201,7 @@ def test_groups_beyond_the_colours_begin_again_and_what_is_no_number_shows() -> 
     )
     assert np.array_equal(drawn[0, 0], drawn[0, 2]) and np.array_equal(drawn[0, 1], drawn[1, 0])
     assert np.array_equal(drawn[0, 0], PALETTE[0]) and np.array_equal(drawn[1, 1], MISSING)
-    assert np.array_equal(drawn[1, 2], np.round(50 + PALETTE[3] / 2))
+    assert np.array_equal(drawn[1, 2], np.round(30 + 0.7 * PALETTE[3]))
 
 
 # what is seen without one kind of cones, in linear RGB (Machado, Oliveira and Fernandes 2009, severity 1)

@@ -20,12 +20,13 @@ import pytest
 import torch
 from PIL import Image
 
-from dmst.analysis import membership
-from dmst.analysis.intervene import forced_gates, switched_off
+from dmst.analysis import groups, membership
+from dmst.analysis.intervene import forced_gates, groups_off, switched_off
 from dmst.engine.prepare import read_weights
 from dmst.models import VisionModel, create_model, save_model
 from dmst.photos import PHOTOS
 from dmst.words import visible
+from tests.networks import enliven
 
 pytest.importorskip("starlette", reason="dmst explore needs Starlette: pip install 'dmst[explore]'")
 playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install playwright==1.65.0")
@@ -306,6 +307,79 @@ def test_two_networks_side_by_side_on_one_picture(look_at: Open, networks: dict,
     assert [each.get_attribute("data-layer") for each in page.locator(".panel").all()] == ["8", "3"]
     page.locator("#model-1").select_option("")
     assert page.locator(".panel").count() == 1
+
+
+# --- groups -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.browser
+def test_groups_are_regions_and_each_can_be_switched_off(tmp_path: Path, watched: Open) -> None:
+    torch.manual_seed(1)
+    model = enliven(create_model("gmst_cifar", dim=24, depth=3, num_heads=3, groups=16, num_classes=5)).eval()
+    model.head.weight.data *= 5  # so that the answer needs a group
+    model.blocks[2].operator.out.weight.data *= 20
+    model.class_names = ("ant", "bee", "cow", "dog", "eel")
+    with serving([str(save_model(model, tmp_path / "grouped")), "dmst_digits"]) as (link, site):
+        page = watched(f"{link}#image=e2&layer=1&head=0&strength=1&patch=none")
+        settled(page)
+        image = site.lanes["m0"].submit(site.session.networks["m0"].prepared, site.session.picture("e2")).result(60)
+        with torch.inference_mode():
+            trace = model.trace(image)
+            pull = groups.pull(model, trace, 2)[0, 1]
+        plain = membership.enlarge(membership.picture(image[0]), 20)
+        group, strength = membership.groups(trace, 2), membership.maps(trace, 2)
+        assert group is not None and len(group[0, 1].unique()) > 1
+
+        def differs(head: int, selector: str = ".map") -> np.ndarray:
+            wanted = membership.segmentation(plain, group[0, head], strength[0, head], strength=1.0)
+            return abs(middles(pixels(page, selector), 8, 8).astype(int) - middles(wanted, 8, 8)).max(-1)
+
+        assert differs(0).max() > 50  # another layer
+        page.locator("#layer").fill("2")
+        for head in (0, 2, 1):
+            page.locator("#heads input").nth(head).check()
+            assert differs(head).max() <= 3, head
+        assert page.locator(".legend").is_hidden() and page.locator(".group-words").is_hidden()
+        assert page.locator("#map-name").inner_text() == "groups"
+
+        box = page.locator(".map").bounding_box()
+        page.locator(".map").click(position={"x": 2.5 * box["width"] / 8, "y": 5.5 * box["height"] / 8})
+        mine = int(group[0, 1, 5, 2])
+        assert f"row 5, column 2: group {mine}, membership {strength[0, 1, 5, 2]:.3f}" in page.locator(".readout").inner_text()
+        words = page.locator(".group-words").inner_text()
+        assert words.startswith(f"Group {mine} has mass {groups.mass(trace, 2)[0, 1, mine]:.2f}, of 64 tokens.")
+        close = "; ".join(f"row {n // 8}, column {n % 8}" for n in groups.nearest(trace, 2)[0, 1, mine].tolist())
+        assert f"nearest to its mean have a dashed frame: {close}." in words
+        moved = float(re.search(r"moves this patch by ([\d.e-]+) ", words)[1])  # type: ignore[index]
+        assert moved == pytest.approx(pull[5, 2].item(), rel=0.06)
+
+        before = probabilities(model, image)
+        switches = page.locator(".groups button")
+        assert switches.all_inner_texts() == [str(g) for g in range(16)]
+        switches.nth(mine).click()
+        settled(page, gates=f"2.1.{mine}:0")
+        with groups_off(model, {2: {1: [mine]}}):
+            now = probabilities(model, image)
+        assert max(abs(a - b) for a, b in zip(before, now, strict=True)) > 0.02
+        assert_top(page, model, now)
+        assert "You switched off 1 group." in page.locator(".changed-words").inner_text()
+        assert "You switched it off" in page.locator(".group-words").inner_text()
+        page.keyboard.press("Escape")
+        bare = middles(pixels(page), 8, 8).astype(int)
+        assert ((np.ptp(bare, -1) <= 1) == (group[0, 1] == mine).numpy()).all()  # grey where the group was
+        assert page.locator(".tile").nth(1).locator(".words").inner_text() != "off"
+        page.wait_for_url(lambda url: f"2.1.{mine}" in url and "patch=none" in url)
+        other = watched(page.evaluate("location.href"))
+        settled(other, gates=f"2.1.{mine}:0")
+        assert other.locator(".groups [aria-checked=false]").all_inner_texts() == [str(mine)]
+        assert (pixels(other) == pixels(page)).all()
+        assert page.locator("#reset").inner_text() == "Restore 1 group"
+        page.locator("#reset").click()
+        settled(page, gates="")
+        assert_top(page, model, before)
+        page.locator("#model-0").select_option(label="dmst_digits")
+        page.locator('.panel[aria-label="dmst_digits"][data-rates]').wait_for()
+        assert page.locator(".group-switches").is_hidden() and page.locator(".legend").is_visible()
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ from typer.testing import CliRunner
 
 import dmst
 from dmst import cli
-from dmst.analysis import certify, layer_rates, membership
-from dmst.analysis.intervene import forced_gates
+from dmst.analysis import certify, groups, layer_rates, membership
+from dmst.analysis.intervene import forced_gates, groups_off
 from dmst.analysis.membership import attention_received, enlarge
 from dmst.analysis.scored import orders_of
 from dmst.engine.classify import classify
@@ -54,6 +54,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "m1": ("dmst_cifar", {}),
     "m2": ("vit_tiny", {}),
     "m3": ("vit_cifar", {"operator": "xca"}),
+    "m4": ("gmst_cifar", {"groups": 4}),
 }
 SECRET = "canary-5f1d"
 
@@ -142,7 +143,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     broken = root / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{}")
-    return {id: root / f"{name}{i}" for i, (id, (name, _)) in enumerate(NETWORKS.items())} | {"m4": broken}
+    return {id: root / f"{name}{i}" for i, (id, (name, _)) in enumerate(NETWORKS.items())} | {"m5": broken}
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +204,7 @@ def test_start_says_what_there_is(server: Server, models: dict[str, VisionModel]
         assert each["state"] == "ready" and each["words"] == ""
         assert (each["operator"], each["depth"], each["heads"]) == (config.operator, config.depth, config.num_heads)
         assert (each["channels"], each["classes"]) == (config.in_chans, config.num_classes)
-    assert [each["gates"] for each in told["models"]] == [True, True, False, False, None]
+    assert [each["gates"] for each in told["models"]] == [True, True, False, False, True, None]
 
 
 def test_a_network_that_fails_is_told_of(server: Server) -> None:
@@ -212,9 +213,9 @@ def test_a_network_that_fails_is_told_of(server: Server) -> None:
         failed["state"] == "failed" and failed["name"] == "broken" and "broken" in failed["words"] and failed["depth"] is None
     )
     for what in ("look", "rates"):
-        said = server.ask("POST", f"/api/{what}", {"model": "m4", "image": "e0", "gates": {}})
+        said = server.ask("POST", f"/api/{what}", {"model": "m5", "image": "e0", "gates": {}})
         assert said.status == 409 and said.json["state"] == "failed"
-    assert server.ask("GET", "/api/seen/m4/e0").status == 409
+    assert server.ask("GET", "/api/seen/m5/e0").status == 409
 
 
 @pytest.mark.parametrize("id", ["m0", *NETWORKS])
@@ -232,13 +233,14 @@ def test_a_look_is_the_trace(server: Server, models: dict[str, VisionModel], id:
         for number, (layer, real) in enumerate(zip(told["layers"], trace.layers, strict=True)):
             if real.parts.membership is not None:
                 assert layer["kind"] == "membership" and (layer["low"], layer["high"]) == (0, 1)
-                assert np.array(layer["maps"]) == near(real.parts.membership[0, :, trace.prefix :])
+                assert np.array(layer["maps"]) == near(membership.maps(trace, number)[0].flatten(1))
                 assert "ember" in layer["means"]
             else:
                 received = attention_received(trace, number)
                 assert layer["kind"] == "attention" and layer["low"] == 0
                 assert np.array(layer["maps"]) == near(torch.zeros(0) if received is None else received[0])
                 assert layer["high"] == (1 if received is None else pytest.approx(received.max().item(), rel=1e-4))
+            assert ("groups" in layer) == (id == "m4")
             gate = None if real.parts.gate is None else near(real.parts.gate[0])
             assert layer["gate"] == gate and layer["computed_gate"] == gate
 
@@ -276,6 +278,33 @@ def test_forced_gates_are_those_of_intervene(server: Server, models: dict[str, V
             own = models["m0"].blocks[i].operator.decompose(real.normed, grid=trace.grid).gate[0]
             assert layer["computed_gate"] == near(own)
     assert server.look("m0", "e2") == plain  # nothing is left behind
+
+
+def test_groups_are_those_of_analysis(server: Server, models: dict[str, VisionModel], tmp_path: Path) -> None:
+    """Also with some of them off: their memberships stay, and what the head does changes."""
+    raw, plain = server.ask("GET", "/api/images/e2").body, server.look("m4", "e2")
+    pulls = []
+    for asked, gates, off in (
+        ({}, {}, {}),
+        ({"1": {"0": 0.5, "2.3": 0, "2.1": 0.0}}, {1: {0: 0.5}}, {1: {2: [3, 1]}}),
+        ({"0": {f"1.{g}": 0 for g in range(4)}}, {0: {1: 0.0}}, {}),  # all groups of a head: the head
+    ):
+        with forced_gates(models["m4"], gates), groups_off(models["m4"], off):
+            _, trace, _ = traced(models["m4"], raw, tmp_path)
+            pull = [groups.pull(models["m4"], trace, i)[0].flatten(1) for i in range(2)]
+        told = server.look("m4", "e2", asked)
+        assert told["probabilities"] == near(trace.logits[0].softmax(-1))
+        for i, layer in enumerate(told["layers"]):
+            belongs = trace.layers[i].parts.membership[0]
+            assert layer["groups"] == belongs.argmax(1).tolist() and np.array(layer["mass"]) == near(belongs.sum(-1))
+            assert layer["nearest"] == groups.nearest(trace, i)[0].tolist() and np.array(layer["pull"]) == near(pull[i])
+            assert "group" in layer["means"]
+        pulls.append(pull)
+        rates = server.look("m4", "e2", asked, what="rates")
+        assert rates["convention"].startswith("R_mix") and None not in rates["rates"]["variational"]
+    assert not pulls[2][0][1].any() and pulls[0][0][1].all()
+    assert (pulls[1][1][2] - pulls[0][1][2]).abs().min() > 0 and torch.equal(pulls[1][1][1], pulls[0][1][1])
+    assert server.look("m4", "e2") == plain  # nothing is left behind
 
 
 def test_seen_is_what_the_network_takes(server: Server, models: dict[str, VisionModel], tmp_path: Path) -> None:
@@ -418,6 +447,10 @@ WRONG: dict[str, tuple[int, Any]] = {
     "lone surrogate": (404, QUESTION | {"image": "\ud800"}),
     "gates as a list": (422, QUESTION | {"gates": []}),
     "no such layer": (422, QUESTION | {"gates": {"4": {"0": 0}}}),
+    "group of a head without": (422, QUESTION | {"gates": {"0": {"0.1": 0}}}),
+    "no such group": (422, QUESTION | {"model": "m4", "gates": {"0": {"0.4": 0}}}),
+    "no number of a group": (422, QUESTION | {"model": "m4", "gates": {"0": {"0.": 0}}}),
+    "half a group": (422, QUESTION | {"model": "m4", "gates": {"0": {"0.1": 0.5}}}),
     "layer below 0": (422, QUESTION | {"gates": {"-1": {"0": 0}}}),
     "bool for a gate": (422, QUESTION | {"gates": {"0": {"0": True}}}),
     "nan": (422, b'{"model": "m0", "image": "e0", "gates": {"0": {"0": NaN}}}'),

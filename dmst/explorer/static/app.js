@@ -3,7 +3,7 @@
 import { contain } from "./draw.js";
 import { picture, start, upload } from "./net.js";
 import { Panel } from "./panel.js";
-import { fromFragment, modelOf, state, toFragment } from "./state.js";
+import { countChanges, fromFragment, modelOf, state, toFragment } from "./state.js";
 
 const $ = (id) => document.getElementById(id);
 const panels = [];
@@ -45,35 +45,37 @@ const largest = (of) => Math.max(0, ...panels.filter((panel) => panel.shown).map
 
 function paintBar() {
   const depth = largest((panel) => panel.shown.look.layers.length);
-  const heads = largest((panel) => panel.heads);
+  const most = largest((panel) => panel.heads);
   $("layer").max = Math.max(depth - 1, 0);
   $("layer").value = Math.min(state.layer ?? 0, depth - 1);
   $("layer-out").textContent = depth ? Math.min(state.layer ?? 0, depth - 1) : "";
   document.querySelectorAll("#maps input").forEach((radio) => {
     radio.checked = radio.value === state.map;
   });
-  const attends = panels.some((panel) => panel.shown) && panels.every((panel) => !panel.shown || panel.quantity() !== "membership");
-  $("map-name").textContent = attends ? "attention" : "membership";
+  const shown = new Set(panels.filter((panel) => panel.shown).map((panel) => panel.quantity()));
+  const names = { "attention received": "attention", "membership in its group": "groups" };
+  $("map-name").textContent = (shown.size === 1 && names[[...shown][0]]) || "membership";
   document.querySelectorAll(".example.digit").forEach((each) => {
     each.hidden = !state.slots.some((slot) => modelOf(slot)?.channels === 1);
   });
   $("strength").value = state.strength;
   $("stretch").checked = state.stretch;
-  if ($("heads").children.length !== heads) {
-    $("heads").replaceChildren(...Array.from({ length: heads }, (_, k) => {
+  if ($("heads").children.length !== most) {
+    $("heads").replaceChildren(...Array.from({ length: most }, (_, k) => {
       const label = document.createElement("label");
       const radio = Object.assign(document.createElement("input"), { type: "radio", name: "head", value: k });
       label.append(radio, Object.assign(document.createElement("span"), { textContent: k }));
       return label;
     }));
   }
-  const chosen = Math.min(state.head ?? 0, heads - 1);
+  const chosen = Math.min(state.head ?? 0, most - 1);
   document.querySelectorAll("#heads input").forEach((radio, k) => {
     radio.checked = k === chosen;
   });
-  const set = state.slots.reduce((sum, slot) => sum + Object.values(slot.gates).reduce((n, each) => n + Object.keys(each).length, 0), 0);
-  $("reset").disabled = !set;
-  $("reset").textContent = set ? `Restore ${set} ${set === 1 ? "head" : "heads"}` : "Restore";
+  const [heads, groups] = ["heads", "groups"].map((kind) => state.slots.reduce((sum, slot) => sum + countChanges(slot.gates)[kind], 0));
+  const count = (n, name) => n && `${n} ${name}${n === 1 ? "" : "s"}`;
+  $("reset").disabled = !heads && !groups;
+  $("reset").textContent = ["Restore", [count(heads, "head"), count(groups, "group")].filter(Boolean).join(", ")].join(" ").trim();
 }
 
 let later = 0;

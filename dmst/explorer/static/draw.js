@@ -4,6 +4,13 @@
 /* dark blue over grey to yellow: readable in grey and by everyone */
 const RAMP = [[0, 32, 77], [21, 52, 109], [67, 78, 108], [102, 105, 112], [137, 134, 121], [176, 165, 113], [217, 199, 91], [255, 234, 70]];
 const MISSING = [204, 121, 167];
+/* one for each group, then again from the first */
+const PALETTE = [
+  [194, 255, 0], [0, 0, 93], [0, 255, 181], [0, 58, 90], [253, 36, 169], [143, 236, 117], [227, 119, 0], [142, 46, 197],
+  [0, 71, 255], [93, 11, 0], [143, 255, 255], [255, 255, 92], [197, 34, 0], [162, 180, 255], [34, 0, 255], [12, 136, 91],
+];
+
+export const groupColour = (group) => PALETTE[group % PALETTE.length];
 
 export function colour(value, low, high) {
   if (value === null || Number.isNaN(value)) return MISSING;
@@ -14,12 +21,18 @@ export function colour(value, low, high) {
 
 const patches = document.createElement("canvas"); // one pixel a patch
 
-function paintPatches(values, [rows, columns], low, high) {
+/* groups: the group of each patch; its colour is stronger where its membership is larger, and gone where the group is off. */
+function paintPatches(values, [rows, columns], { low, high, groups, off = [] }) {
   patches.width = columns;
   patches.height = rows;
   const pen = patches.getContext("2d");
   const pixels = pen.createImageData(columns, rows);
-  values.forEach((value, i) => pixels.data.set([...colour(value, low, high), 255], 4 * i));
+  const share = (value) => Math.min(Math.max((value - low) / Math.max(high - low, 1e-12), 0), 1);
+  values.forEach((value, i) => {
+    const plain = !groups || value === null;
+    const alpha = plain ? 1 : off.includes(groups[i]) ? 0 : 0.7 + 0.3 * share(value);
+    pixels.data.set([...(plain ? colour(value, low, high) : groupColour(groups[i])), Math.round(255 * alpha)], 4 * i);
+  });
   pen.putImageData(pixels, 0, 0);
   return patches;
 }
@@ -41,7 +54,7 @@ export function greyed(picture) {
 }
 
 /* values null: the picture alone. faint: a head that adds nothing, without its map. */
-export function overlay(canvas, picture, values, grid, { low, high, strength, longest = 640, faint = false, marks = [] }) {
+export function overlay(canvas, picture, values, grid, { strength, longest = 640, faint = false, marks = [], ...colours }) {
   const cell = sizeOf(grid, longest);
   const [height, width] = [grid[0] * cell, grid[1] * cell];
   if (canvas.width !== width) canvas.width = width;
@@ -54,10 +67,11 @@ export function overlay(canvas, picture, values, grid, { low, high, strength, lo
   pen.imageSmoothingEnabled = false;
   if (values && !faint) {
     pen.globalAlpha = strength;
-    pen.drawImage(paintPatches(values, grid, low, high), 0, 0, width, height);
+    pen.drawImage(paintPatches(values, grid, colours), 0, 0, width, height);
   }
   pen.globalAlpha = 1;
-  for (const { patch, thin } of marks) {
+  for (const { patch, thin, dashed } of marks) {
+    pen.setLineDash(dashed ? [cell / 5, cell / 5] : []);
     const [x, y] = [(patch % grid[1]) * cell, Math.floor(patch / grid[1]) * cell];
     pen.lineWidth = thin ? 2 : 6;
     pen.strokeStyle = "#000";

@@ -1,8 +1,8 @@
 /* What a panel shows: every sentence, map and chart, painted from the answers it got and the state. */
 
 import { curves, dots } from "./charts.js";
-import { overlay } from "./draw.js";
-import { forced, modelOf, state, writeGates } from "./state.js";
+import { groupColour, overlay } from "./draw.js";
+import { countChanges, forced, groupsOff, modelOf, state, writeGates } from "./state.js";
 
 const RATES = {
   variational: "R_var: what it costs, in nats, to describe the tokens within the heads' subspaces, at the input of each layer. A lower rate is more compact; it is not accuracy.",
@@ -10,6 +10,7 @@ const RATES = {
   coding: "R: what it costs, in nats, to describe all tokens as one group. Grouping should cost less.",
   active: "How many heads are on (gate above 0) for this picture.",
 };
+const MIXTURE = "R_mix: what it costs, in nats, to describe the tokens by the groups of the heads, each around its mean, at the input of each layer. A lower rate is more compact; it is not accuracy.";
 const SCORED = "Measured on 359 digits (dmst analyze scored): the gradient points best at the patches that an answer needs. Memberships show grouping, and point at those patches little better than chance.";
 const NEEDED = 0.05; // of a probability: with a smaller loss an answer does not need what was switched off
 const percent = (p) => (p === null ? "not a number" : p > 0 && p < 0.001 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
@@ -58,6 +59,18 @@ export class Painted {
   get patch() {
     const [rows, columns] = this.shown.look.grid;
     return state.patch && Math.floor(state.patch.y * rows) * columns + Math.floor(state.patch.x * columns);
+  }
+
+  /* Of layers whose heads have groups: {groups, mass, nearest, pull} of a head; null in others. */
+  groups(layer = this.layer, head = this.head) {
+    const told = this.shown.look.layers[layer];
+    return told.groups ? { groups: told.groups[head], mass: told.mass[head], nearest: told.nearest[head], pull: told.pull[head] } : null;
+  }
+
+  /* Where gates lie in this network: 0 to 1, or further where it has others. */
+  get gateRange() {
+    const all = this.shown.look.layers.flatMap((each) => each.computed_gate ?? []).filter((g) => g !== null);
+    return [Math.floor(100 * Math.min(0, ...all)) / 100, Math.ceil(100 * Math.max(1, ...all)) / 100];
   }
 
   /* What a head does in a layer, and by whose will. */
@@ -116,7 +129,8 @@ export class Painted {
   }
 
   quantity(layer = this.layer) {
-    return this.shown.look.layers[layer].kind === "attention" ? "attention received" : "membership";
+    const told = this.shown.look.layers[layer];
+    return told.kind === "attention" ? "attention received" : told.groups ? "membership in its group" : "membership";
   }
 
   /* What the large map shows: its values and scale, its name, and what it means. */
@@ -132,20 +146,22 @@ export class Painted {
     const told = look.layers[layer];
     const { low, high } = this.scale(layer);
     const values = told.maps[head] ?? null;
-    const title = values ? `${this.quantity()}, layer ${layer}, head ${head}` : `the picture as ${this.name()} sees it`;
-    return { values, low, high, quantity: this.quantity(), title, means: told.means, ends: [short(low), short(high)] };
+    const title = values ? `${told.groups ? "groups" : this.quantity()}, layer ${layer}, head ${head}` : `the picture as ${this.name()} sees it`;
+    const groups = told.groups?.[head];
+    const off = groupsOff(this.shown.gates, layer, head);
+    return { values, low, high, groups, off, quantity: this.quantity(), title, means: told.means, ends: [short(low), short(high)] };
   }
 
   paintMap() {
     const { look: { grid }, picture, grey } = this.shown;
-    const { values, low, high, title, means, ends } = this.large;
-    const marks = [];
+    const { values, low, high, groups, off, title, means, ends } = this.large;
+    const marks = groups && this.patch !== null ? this.groups().nearest[groups[this.patch]].map((patch) => ({ patch, dashed: true })) : [];
     if (this.hover !== undefined && this.hover !== null) marks.push({ patch: this.hover, thin: true });
     if (this.patch !== null) marks.push({ patch: this.patch });
-    overlay(this.$(".map"), values ? grey : picture, values, grid, { low, high, strength: state.strength, marks });
+    overlay(this.$(".map"), values ? grey : picture, values, grid, { low, high, groups, off, strength: state.strength, marks });
     this.$(".see-title").textContent = title[0].toUpperCase() + title.slice(1);
     this.$(".map").setAttribute("aria-label", `${title}; ${grid[0]} by ${grid[1]} patches; Shift and arrow keys choose one`);
-    this.$(".legend").hidden = !values;
+    this.$(".legend").hidden = !values || Boolean(groups);
     [this.$(".low").textContent, this.$(".high").textContent] = ends;
     this.$(".means").textContent = means;
     const how = this.told(this.layer, this.head);
@@ -159,12 +175,25 @@ export class Painted {
   paintReadout() {
     const at = this.hover ?? this.patch;
     const [, columns] = this.shown.look.grid;
-    const { values, quantity } = this.large;
+    const { values, quantity, groups } = this.large;
     const place = (n) => `row ${Math.floor(n / columns)}, column ${n % columns}`;
     const number = (x) => (x === null ? "not a number" : quantity === "gradient" ? signed(x) : x.toFixed(3));
     this.$(".readout").textContent = !values ? "" : at === null || at === undefined
       ? "Point at a patch to read its value. Click it to follow it through the layers."
+      : groups ? `Patch in ${place(at)}: group ${groups[at]}, membership ${number(values[at])}`
       : `Patch in ${place(at)}: ${quantity} ${number(values[at])}`;
+    this.$(".group-words").hidden = !groups || this.patch === null;
+    if (groups && this.patch !== null) this.$(".group-words").textContent = this.groupWords(groups[this.patch], place);
+  }
+
+  /* Of the chosen patch, in the chosen head. */
+  groupWords(group, place) {
+    const { mass, nearest, pull } = this.groups();
+    const off = groupsOff(this.shown.gates, this.layer, this.head).includes(group);
+    const mean = pull.reduce((sum, each) => sum + each, 0) / pull.length;
+    return `Group ${group} has mass ${short(mass[group])}, of ${pull.length + this.shown.look.prefix} tokens. ${off ? "You switched it off, so it moves nothing. " : ""}`
+      + `The patches nearest to its mean have a dashed frame: ${nearest[group].map(place).join("; ")}. `
+      + `The head moves this patch by ${pull[this.patch].toPrecision(2)} (mean of all patches: ${mean.toPrecision(2)}).`;
   }
 
   paintTiles() {
@@ -180,18 +209,21 @@ export class Painted {
       ? `${on} of ${heads} heads are on for this picture. The bar shows the gate: how much a head counts. A silent head has gate 0 and adds nothing.`
       : `This network has no gate: every head counts, unless you switch it off.${on < heads ? ` ${on} of ${heads} are on.` : ""}`;
     const { low, high } = this.scale(layer);
+    const most = Math.max(...this.gateRange);
+    const share = (g) => Math.min(Math.abs(g) / most, 1);
     [...box.children].forEach((tile, k) => {
       const how = this.told(layer, k);
       const [canvas, bar, words, toggle] = ["canvas", ".gate i", ".words", ".switch"].map((each) => tile.querySelector(each));
       const classes = ["tile", k === head && "chosen", how.silent && "silent", how.off && "off", how.set !== null && "forced"];
       tile.className = classes.filter(Boolean).join(" ");
-      const style = { low, high, strength: state.strength, longest: 128, faint: how.silent || how.off };
+      const groups = { groups: told.groups?.[k], off: groupsOff(this.shown.gates, layer, k) };
+      const style = { low, high, ...groups, strength: state.strength, longest: 128, faint: how.silent || how.off };
       const values = told.maps[k] ?? null;
       overlay(canvas, values ? this.shown.grey : this.shown.picture, values, this.shown.look.grid, style);
-      bar.style.width = `${100 * Math.min(Math.max(how.now ?? 1, 0), 1)}%`;
+      bar.style.width = `${100 * share(how.now ?? most)}%`;
       const own = how.silent ? "silent" : how.now === null ? "on" : short(how.now);
       words.textContent = how.off ? "off" : how.set !== null ? `set ${short(how.set)}` : own;
-      tile.querySelector(".tick").style.left = `${100 * (how.was ?? 0)}%`;
+      tile.querySelector(".tick").style.left = `${100 * share(how.was ?? 0)}%`;
       tile.querySelector(".tick").hidden = how.set === null || how.was === null;
       tile.querySelector(".pick").setAttribute("aria-label", `Head ${k}: ${how.words}`);
       tile.querySelector(".pick").title = `Head ${k}: ${how.words}`;
@@ -228,6 +260,7 @@ export class Painted {
     for (const each of [".gate-range", ".gate-number"]) {
       const input = this.$(each);
       input.setAttribute("aria-label", `Gate of head ${head} in layer ${layer}`);
+      [input.min, input.max] = this.gateRange;
       if (each !== this.typing) input.value = each === ".gate-number" ? Number(value.toFixed(3)) : value;
     }
     const { everyLayer: layers, everyHead: heads } = this;
@@ -236,15 +269,45 @@ export class Painted {
     act(".off-all", `head ${head} in all layers`, this.areOff(layers, [head]));
     act(".layer-off", `all heads of layer ${layer}`, this.areOff([layer], heads));
     act(".all-off", `all ${layers.length * heads.length} heads`, this.areOff(layers, heads));
+    this.paintGroups();
+  }
+
+  /* One switch for each group of the chosen head, in its colour. */
+  paintGroups() {
+    const { layer, head } = this;
+    const told = this.groups();
+    this.$(".group-switches").hidden = !told;
+    if (!told) return;
+    const box = this.$(".groups");
+    while (box.children.length > told.mass.length) box.lastElementChild.remove();
+    while (box.children.length < told.mass.length) box.append(this.groupSwitch(box.children.length));
+    const off = groupsOff(this.slot.gates, layer, head);
+    [...box.children].forEach((each, g) => {
+      each.setAttribute("aria-checked", !off.includes(g));
+      each.classList.toggle("here", this.patch !== null && told.groups[this.patch] === g);
+      each.title = `Group ${g} of head ${head}: mass ${short(told.mass[g])}${off.includes(g) ? ", off" : ""}`;
+      each.setAttribute("aria-label", each.title);
+    });
+  }
+
+  groupSwitch(group) {
+    const made = Object.assign(document.createElement("button"), { type: "button", textContent: group });
+    const [red, green, blue] = groupColour(group);
+    made.setAttribute("role", "switch");
+    made.style.setProperty("--group", `rgb(${red} ${green} ${blue})`);
+    made.style.setProperty("--on-group", 0.299 * red + 0.587 * green + 0.114 * blue > 120 ? "#000" : "#fff");
+    made.addEventListener("click", () => this.toggle(this.layer, `${this.head}.${group}`));
+    return made;
   }
 
   paintDots() {
     const { layer, head, heads } = this;
     const { layers } = this.shown.look;
+    const most = Math.max(...this.gateRange);
     const gates = layers.map((_, l) => Array.from({ length: heads }, (_unused, k) => {
       const how = this.told(l, k);
       const title = `Layer ${l}, head ${k}: ${how.words}`;
-      return { size: Math.min(how.now ?? 0.3, 1), silent: how.silent, off: how.off, forced: how.set !== null, title };
+      return { size: Math.min(Math.abs(how.now ?? 0.3 * most) / most, 1), silent: how.silent, off: how.off, forced: how.set !== null, title };
     }));
     this.$(".dots-title").textContent = this.gated ? "All gates" : "All heads";
     const silent = gates.flat().filter((each) => each.silent).length;
@@ -311,8 +374,9 @@ export class Painted {
   }
 
   withGates(most, old, fresh, margin) {
-    const count = Object.values(this.shown.gates).reduce((sum, heads) => sum + Object.keys(heads).length, 0);
-    const kind = `You set ${count} ${count === 1 ? "gate" : "gates"}. `;
+    const { heads, groups } = countChanges(this.shown.gates);
+    const told = [heads && `set ${heads} ${heads === 1 ? "gate" : "gates"}`, groups && `switched off ${groups} ${groups === 1 ? "group" : "groups"}`];
+    const kind = `You ${told.filter(Boolean).join(" and ")}. `;
     if (old.index !== fresh.index) return `${kind}The answer was ${old.class} and is now ${fresh.class}.`;
     if (most < 5e-4) return `${kind}The answer is still ${fresh.class}, and no probability changed by 0.1 points or more: for this picture the network does not need what you switched off.`;
     return `${kind}The answer is still ${fresh.class}. Its probability changed by ${points(fresh.probability - old.probability)} points, the margin by ${points(margin)}.`;
@@ -339,11 +403,12 @@ export class Painted {
       for (const each of [".certificate", ".convention", ".rate-words"]) this.$(each).textContent = "";
       return;
     }
+    this.$(".rate option").textContent = this.groups() ? "the groups (R_mix)" : "the subspaces (R_var)";
     const values = told.rates[state.rate];
     const none = !values || values.every((x) => x === null);
     const svg = this.$(".rates");
     svg.classList.toggle("none", none);
-    this.$(".rate-words").textContent = none ? "This rate needs memberships, and this network has none." : RATES[state.rate];
+    this.$(".rate-words").textContent = none ? `This rate ${this.groups() ? "is not defined for groups with means" : "needs memberships, and this network has none"}.` : state.rate === "variational" && this.groups() ? MIXTURE : RATES[state.rate];
     if (!none) {
       const series = [{ values, kind: "main", name: "now" }];
       const old = first?.rates[state.rate];
@@ -371,7 +436,7 @@ export class Painted {
     const what = this.quantity();
     if (!some) {
       this.$(".through-title").textContent = "One patch through the layers";
-      this.$(".patch-words").textContent = "Click a patch of the map. This part then shows how much it belongs to each head, layer by layer.";
+      this.$(".patch-words").textContent = `Click a patch of the map. This part then shows how much it belongs to ${this.groups() ? "its group in " : ""}each head, layer by layer.`;
       return;
     }
     const row = (k) => layers.map((each) => each.maps[k]?.[patch] ?? null);

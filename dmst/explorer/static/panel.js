@@ -187,7 +187,8 @@ export class Panel extends Painted {
     for (const each of [".gate-range", ".gate-number"]) {
       this.$(each).addEventListener("input", (event) => {
         const value = event.target.valueAsNumber;
-        if (!(value >= 0 && value <= 1)) return;
+        const [least, most] = this.gateRange;
+        if (!(value >= least && value <= most)) return;
         this.typing = each;
         setGate(this.slot, this.layer, this.head, value);
         this.changed("gates");

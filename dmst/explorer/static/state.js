@@ -7,7 +7,7 @@ export const state = {
   examples: [],
   limit: 0, // bytes of an upload
   image: null, // {id, name, width, height}
-  slots: [], // one or two: {model: id, gates: {layer: {head: gate}}}
+  slots: [], // one or two: {model: id, gates: {layer: {head: gate}}}; "head.group": 0 is a group that is off
   layer: null, // null: one past the middle
   head: null, // null: the one with the largest gate
   patch: null, // {x, y}, its middle in shares of the picture: networks may cut it into other patches
@@ -30,7 +30,16 @@ export function setGate(slot, layer, head, value) {
 
 export const forced = (slot, layer, head) => slot.gates[layer]?.[head] ?? null;
 
-/* 3.1:0,3.2:0.5 is head 1 of layer 3 off and head 2 of layer 3 at 0.5. */
+/* The groups of a head that are off, and how many heads and groups are not as the network has them. */
+export const groupsOff = (gates, layer, head) => Object.keys(gates[layer] ?? {}).filter((key) => key.startsWith(`${head}.`)).map((key) => Number(key.split(".")[1]));
+
+export function countChanges(gates) {
+  const keys = Object.values(gates).flatMap(Object.keys);
+  const groups = keys.filter((key) => key.includes(".")).length;
+  return { heads: keys.length - groups, groups };
+}
+
+/* 3.1:0,3.2:0.5,3.4.7:0 is head 1 of layer 3 off, head 2 at 0.5, and group 7 of head 4 off. */
 export function writeGates(gates) {
   const layers = Object.keys(gates).map(Number).sort((a, b) => a - b);
   return layers.flatMap((l) => Object.entries(gates[l]).map(([k, g]) => `${l}.${k}:${g}`)).join(",");
@@ -38,8 +47,9 @@ export function writeGates(gates) {
 
 export function readGates(text) {
   const gates = {};
-  for (const [, l, k, g] of (text ?? "").matchAll(/(?:^|,)(\d{1,3})\.(\d{1,3}):(\d*\.?\d+(?:e-?\d{1,3})?)(?=,|$)/g)) {
-    if (Number(g) <= 1) (gates[Number(l)] ??= {})[Number(k)] = Number(g);
+  for (const [, l, k, g] of (text ?? "").matchAll(/(?:^|,)(\d{1,3})\.(\d{1,3}(?:\.\d{1,4})?):(-?\d*\.?\d+(?:e-?\d{1,3})?)(?=,|$)/g)) {
+    const key = k.split(".").map(Number).join(".");
+    if (Math.abs(Number(g)) <= (key.includes(".") ? 0 : 100)) (gates[Number(l)] ??= {})[key] = Number(g);
   }
   return gates;
 }
