@@ -65,6 +65,40 @@ def test_variational_and_projected_rate_by_hand() -> None:
     assert o.projected_rate(projected, membership, eps=1.0).item() == pytest.approx(0.5 * 0.375 * logdet, abs=1e-14)
 
 
+def test_mixture_rate_by_hand() -> None:
+    # one head, one channel, tokens 1, 3, 10, two groups: the third token is half in each
+    projected = torch.tensor([[[[1.0], [3.0], [10.0]]]], dtype=F64)
+    membership = torch.tensor([[[[1.0, 1.0, 0.5], [0.0, 0.0, 0.5]]]], dtype=F64)
+    # masses 5/2 and 1/2; means 9/2.5 = 3.6 and 10; spreads (2.6^2 + 0.6^2 + 6.4^2/2)/2.5 = 11.04 and 0; c = 1/0.25
+    expected = 0.5 * 2.5 / 3 * math.log(1 + 4 * 11.04)
+    assert o.mixture_rate(projected, membership, eps=0.5).item() == pytest.approx(expected, abs=1e-14)
+    gate = torch.tensor([[-0.5]], dtype=F64)  # squared: 1/4
+    gated = 0.5 * 2.5 / 3 * math.log(1 + 11.04)
+    assert o.mixture_rate(projected, membership, gate, eps=0.5).item() == pytest.approx(gated, abs=1e-14)
+
+
+def test_mixture_rate_by_loops() -> None:
+    _, _, projected, _ = draw()
+    membership, gate = torch.rand(2, 3, 4, 7, dtype=F64), torch.randn(2, 3, dtype=F64)
+    total = torch.zeros(2, dtype=F64)
+    for b, k, g in np.ndindex(2, 3, 4):
+        pi, s = membership[b, k, g], projected[b, k]
+        mean = (pi[:, None] * s).sum(0) / pi.sum()
+        spread = (pi[:, None] * (s - mean) ** 2).sum(0) / pi.sum()
+        total[b] += 0.5 * pi.sum() / 7 * torch.log(1 + 15 / 0.09 * gate[b, k] ** 2 * spread).sum()
+    assert relative(o.mixture_rate(projected, membership, gate, eps=0.3), total) < 1e-12
+
+
+def test_one_group_of_centred_tokens_is_the_variational_rate() -> None:
+    """And a spread does not see where 0 is, however far away."""
+    _, _, projected, membership = draw()
+    gate = torch.randn(2, 3, dtype=F64)
+    mean = torch.einsum("bkn,bknp->bkp", membership, projected) / membership.sum(-1, keepdim=True)
+    expected = o.variational_rate(projected - mean.unsqueeze(2), membership, gate, eps=0.3)
+    for away, bar in ((0.0, 1e-13), (1e6, 1e-8)):
+        assert relative(o.mixture_rate(projected + away, membership.unsqueeze(2), gate, eps=0.3), expected) < bar
+
+
 def test_complete_rate_by_hand() -> None:
     z = torch.tensor(
         [[[2.0, 0.0, 1.0]]], dtype=F64
@@ -107,6 +141,9 @@ def test_width_names_the_constant() -> None:
         o.projected_rate(projected, membership, eps=0.3),
         o.projected_rate(projected, membership, eps=0.3 * math.sqrt(p / (k * p)), width="head_dim"),
     )
+    groups = in_groups(membership)
+    wide = o.mixture_rate(projected, groups, eps=0.3)
+    torch.testing.assert_close(wide, o.mixture_rate(projected, groups, eps=0.3 / math.sqrt(k), width="head_dim"))
 
 
 def test_the_published_curve_starts_where_it_says() -> None:
@@ -124,9 +161,16 @@ def test_unit_norm_cancels_the_gate_and_silent_heads_cost_nothing() -> None:
     on = [0, 2]
     expected = o.variational_rate(projected[:, on], membership[:, on], eps=0.5 * math.sqrt(2 / 3), unit_norm=True)
     torch.testing.assert_close(rate, expected)
+    groups = in_groups(membership)
+    rate = o.mixture_rate(projected, groups, gate, eps=0.5, unit_norm=True)
+    expected = o.mixture_rate(projected[:, on], groups[:, on], eps=0.5 * math.sqrt(2 / 3), unit_norm=True)
+    torch.testing.assert_close(rate, expected)
+    unit = projected / projected.norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(o.mixture_rate(unit[:, on], groups[:, on], eps=0.5 * math.sqrt(2 / 3)), expected)
     projected = projected.clone()
     projected[:, :, 0] = 0  # a token of length 0 stays 0
     assert o.variational_rate(projected, membership, eps=0.5, unit_norm=True).isfinite().all()
+    assert o.mixture_rate(projected, groups, eps=0.5, unit_norm=True).isfinite().all()
 
 
 def test_normalize_membership() -> None:
@@ -134,6 +178,10 @@ def test_normalize_membership() -> None:
     torch.testing.assert_close(
         o.variational_rate(projected, 0.37 * membership, eps=0.5, normalize_membership=True),
         o.variational_rate(projected, membership, eps=0.5),
+    )
+    groups = in_groups(membership)  # over heads and groups: 1
+    torch.testing.assert_close(
+        o.mixture_rate(projected, 0.37 * groups, eps=0.5, normalize_membership=True), o.mixture_rate(projected, groups, eps=0.5)
     )
 
 
@@ -151,6 +199,12 @@ def test_unknown_width() -> None:
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
+def in_groups(membership: Tensor) -> Tensor:
+    """(b, k, 2, n): each head's memberships divided between two groups, by the token, exactly in every dtype."""
+    first = (torch.arange(membership.shape[-1]) % 3 / 2).to(membership)
+    return torch.stack((first * membership, (1 - first) * membership), 2)
+
+
 def everything(z: Tensor, subspaces: Tensor, projected: Tensor, membership: Tensor) -> list[Tensor]:
     gate = torch.tensor([[0.25, 0.75, 0.0]] * z.shape[0], dtype=z.dtype)
     return [
@@ -161,6 +215,8 @@ def everything(z: Tensor, subspaces: Tensor, projected: Tensor, membership: Tens
         o.variational_rate(projected, membership, gate, eps=0.3),
         o.variational_rate(projected, membership, eps=0.3, unit_norm=True, normalize_membership=True),
         o.complete_rate(z, subspaces, membership, eps=0.3),
+        o.mixture_rate(projected, in_groups(membership), gate, eps=0.3),
+        o.mixture_rate(projected, in_groups(membership), eps=0.3, unit_norm=True, normalize_membership=True),
     ]
 
 
@@ -259,6 +315,12 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
         lambda: o.complete_rate(z, subspaces, membership[:, :2], eps=0.5),
         lambda: o.complete_rate(z, subspaces.mT, membership, eps=0.5),
         lambda: o.subspace_rate(z, subspaces[:, :5], eps=0.5),
+        lambda: o.mixture_rate(projected, membership, eps=0.5),
+        lambda: o.mixture_rate(projected, in_groups(membership)[:, :1], eps=0.5),
+        lambda: o.mixture_rate(projected, in_groups(membership)[..., :1], eps=0.5),
+        lambda: o.mixture_rate(projected, in_groups(membership).mT, eps=0.5),
+        lambda: o.mixture_rate(projected, in_groups(membership), torch.ones(2, 1), eps=0.5),
+        lambda: o.mixture_rate(projected, in_groups(membership), torch.ones(2, 3, 2), eps=0.5),
     ):
         with pytest.raises(ShapeError, match=r"has shape .*; the other arguments ask for"):
             call()
@@ -276,6 +338,10 @@ def test_gradcheck() -> None:
             (lambda s, m: o.projected_rate(s, m, eps=0.7), (projected.detach().requires_grad_(), membership)),
             (lambda s, m, g: o.variational_rate(s, m, g, eps=0.7), (projected.detach().requires_grad_(), membership, gate)),
             (lambda z, u, m: o.complete_rate(z, u, m, eps=0.7), (z, subspaces, membership)),
+            (
+                lambda s, m, g: o.mixture_rate(s, in_groups(m), g, eps=0.7),
+                (projected.detach().requires_grad_(), membership, gate),
+            ),
         ]
         for rate, arguments in checks:
             assert torch.autograd.gradcheck(rate, arguments)
@@ -287,7 +353,9 @@ def test_empty_groups_and_no_tokens_cost_nothing() -> None:
     empty = membership.clone()
     empty[:, 1] = 0
     empty.requires_grad_()
-    for rate in (o.group_rate(z, empty, eps=0.5), o.variational_rate(projected, empty, eps=0.5)):
+    mixed = o.mixture_rate(projected, torch.stack((empty, torch.zeros_like(empty)), 2), eps=0.5)  # one group, or both
+    assert relative(mixed, o.mixture_rate(projected, empty.unsqueeze(2), eps=0.5)) < 1e-14
+    for rate in (o.group_rate(z, empty, eps=0.5), o.variational_rate(projected, empty, eps=0.5), mixed):
         assert rate.isfinite().all()
         (gradient,) = torch.autograd.grad(rate.sum(), empty)
         assert gradient.isfinite().all()
