@@ -1,0 +1,139 @@
+"""The runs of moves.py: what was searched, in what order, and the finals."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+
+class Data(NamedTuple):
+    side: int
+    classes: int
+    images: int
+    flip: bool = True
+
+
+DATA = {
+    "cifar10": Data(32, 10, 50_000),
+    "cifar100": Data(32, 100, 50_000),
+    "svhn": Data(32, 10, 73_257, flip=False),
+    "tinyimagenet": Data(64, 200, 100_000),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One network, trained once."""
+
+    cell: str  # how tables call it
+    operator: str
+    data: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rows: int = 8  # patches down and across
+    epochs: int = 10
+    lr: float = 1e-3
+    decay: float = 0.05
+    drop_path: float = 0.0
+    mixup: float = 0.0
+    final: bool = False
+    seed: int = 0
+    compile: bool = True
+
+    def told(self) -> dict[str, Any]:
+        return {k: v for k, v in asdict(self).items() if k not in ("seed", "compile")}
+
+    @property
+    def key(self) -> str:
+        """Everything that decides it but its seed and its name."""
+        told = self.told() | {"cell": ""}
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def network(self) -> str:
+        """Runs with the same can use the same recorded step."""
+        return replace(self, cell="", lr=0.0, seed=0).key
+
+    @property
+    def weight(self) -> float:
+        """What it costs, in images of 64 tokens."""
+        return self.epochs * DATA[self.data].images * self.rows**2 / 64
+
+
+Lines = list[dict[str, Any]]
+TURNED = {"key_rotary": "1d"}  # where the search began: the measurements of the design note
+BASE: dict[str, tuple[str, dict[str, Any]]] = {
+    "softmax attention": ("mhsa", {}),
+    "DMSA": ("dmsa", {}),
+    "TSSA": ("tssa", {}),
+    "GMSA": ("gmsa", TURNED),
+    "GMSA, proximal": ("gmsa", TURNED | {"mode": "proximal"}),
+}
+RATES = (1e-3, 2e-3)
+# data, rows of patches, epochs of a search
+SEARCH = (("cifar100", 8, 12), ("tinyimagenet", 16, 4), ("tinyimagenet", 8, 5))
+
+# one thing changed at a time; the second tuple says on which of SEARCH
+VARIANTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "groups 4": ({"groups": 4}, (0, 2)),
+    "groups 64": ({"groups": 64}, (0, 1, 2)),
+    "rounds 2": ({"rounds": 2}, (0,)),
+    "key_dim 8": ({"key_dim": 8}, (0,)),
+    "key_dim 32": ({"key_dim": 32}, (0,)),
+    "keys not turned": ({"key_rotary": "none"}, (0, 1, 2)),
+    "keys turned in 2d": ({"key_rotary": "2d"}, (0, 1)),
+    "unit keys": ({"normalize_keys": True}, (0,)),
+    "unit keys, not turned": ({"normalize_keys": True, "key_rotary": "none"}, (0, 1, 2)),
+    "gate none": ({"gate_activation": "none"}, (0, 1, 2)),
+    "gate sparsemax": ({"gate_activation": "sparsemax"}, (0,)),
+    "gate sigmoid": ({"gate_activation": "sigmoid"}, (0,)),
+    "gate gelu x 1": ({"gate_scale": 1.0}, (0,)),
+    "gate gelu x 10": ({"gate_scale": 10.0}, (0,)),
+    "own False": ({"own": False}, (0, 1, 2)),
+}
+PROXIMAL: dict[str, dict[str, Any]] = {
+    "gate none": {"gate_activation": "none"},
+    "keys not turned": {"key_rotary": "none"},
+    "gate gelu x 10": {"gate_scale": 10.0},
+}
+
+
+def smoke(lines: Lines) -> list[Run]:
+    """Does everything run? Three epochs of each."""
+    return [Run(cell, name, "cifar100", options, epochs=3, mixup=0.4) for cell, (name, options) in BASE.items()]
+
+
+def search(lines: Lines) -> list[Run]:
+    """The learning rate of each operator, then one change of GMSA at a time."""
+    found = []
+    for place, (data, rows, epochs) in enumerate(SEARCH):
+        common = {"data": data, "rows": rows, "epochs": epochs}
+        found += [
+            Run(cell, name, options=options, lr=lr, **common)  # type: ignore[arg-type]
+            for cell, (name, options) in BASE.items()
+            for lr in RATES
+        ]
+        for name, (change, places) in VARIANTS.items():
+            if place in places:
+                found.append(Run(f"GMSA, {name}", "gmsa", options=TURNED | change, **common))  # type: ignore[arg-type]
+        if place != 1:
+            options = BASE["GMSA, proximal"][1]
+            for name, change in PROXIMAL.items():
+                found.append(Run(f"GMSA, proximal, {name}", "gmsa", options=options | change, **common))  # type: ignore[arg-type]
+            found.append(Run("GMSA, proximal, drop path .1", "gmsa", options=options, drop_path=0.1, **common))  # type: ignore[arg-type]
+    return found
+
+
+def best_rate(cell: str, lines: Lines) -> float:
+    """The learning rate with the higher mean over the searches that ran both."""
+    scores: dict[tuple[str, int], dict[float, float]] = {}
+    for line in lines:
+        if line["plan"] == "search" and line["cell"] == cell:
+            scores.setdefault((line["data"], line["rows"]), {})[line["lr"]] = line["top1"]
+    whole = [each for each in scores.values() if len(each) == len(RATES)]
+    return max(RATES, key=lambda lr: sum(each[lr] for each in whole))
+
+
+PLANS: dict[str, Callable[[Lines], list[Run]]] = {"smoke": smoke, "search": search}
