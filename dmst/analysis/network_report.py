@@ -15,13 +15,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dmst.analysis import report
 from dmst.analysis.certificates import certify
 from dmst.analysis.charts import Line, evenly
-from dmst.analysis.membership import Pixels, colour, fit, gate_by_class, maps
+from dmst.analysis.membership import Pixels, colour, fit, gate_by_class, groups, maps, segmentation
 from dmst.analysis.rates import PLACES, QUANTITIES, LayerRates, rates_at
 from dmst.analysis.run_journal import WEIGHTS, Run, learning_curves, when
 from dmst.analysis.running import Tick, only_looking
@@ -277,6 +278,7 @@ def maps_of(model: VisionModel, images: Tensor) -> dict[str, Any] | None:
 
     rows has for each image a (head, tiles) for each head, with a tile for each layer. A silent head has gate 0; where operators
     have no gates it is None. low and high are the ends of the colours: 0 and 1, or least and greatest where all are close.
+    Where heads have groups, a patch has the colour of its group, on white, stronger where it belongs more.
     """
     with only_looking(model):
         trace = model.trace(images)
@@ -289,15 +291,19 @@ def maps_of(model: VisionModel, images: Tensor) -> dict[str, Any] | None:
     if high - low > 0.5:
         low, high = 0.0, 1.0
 
+    sorted_into = [groups(trace, layer) for layer in layers]
+    white = np.full((*trace.grid, 3), 255, np.uint8)
+
     def tile(i: int, k: int, place: int) -> dict[str, Any]:
-        values, gate = drawn[i, k, place], trace.layers[layers[place]].parts.gate
+        values, gate, group = drawn[i, k, place], trace.layers[layers[place]].parts.gate, sorted_into[place]
+        pixels = colour(values, low, high) if group is None else segmentation(white, group[i, k], values, 1.0)
         alt = f"head {k} of layer {layers[place]}: {values.min():.2g} to {values.max():.2g}"
-        return {"pixels": colour(values, low, high), "alt": alt, "gate": None if gate is None else gate[i, k].item()}
+        return {"pixels": pixels, "alt": alt, "gate": None if gate is None else gate[i, k].item()}
 
     count, heads, columns = drawn.shape[:3]
     rows = [[(f"head {k}", [tile(i, k, place) for place in range(columns)]) for k in range(heads)] for i in range(count)]
-    gated = first.gate is not None
-    return {"layers": layers, "rows": rows, "low": low, "high": high, "gated": gated, "depth": len(model.blocks)}
+    words = {"gated": first.gate is not None, "grouped": sorted_into[0] is not None, "depth": len(model.blocks)}
+    return {"layers": layers, "rows": rows, "low": low, "high": high, **words}
 
 
 def pixels_of(model: VisionModel, normalised: Tensor) -> Pixels:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from dmst import cli, create_model
 from dmst.analysis import network_report
 from dmst.analysis.charts import evenly
+from dmst.analysis.membership import PALETTE
 from dmst.analysis.network_report import answers, counted, maps_of, pick, pixels_of, write_network_report, write_run_report
 from dmst.analysis.run_journal import Run, binned
 from dmst.engine.prepare import read_weights
@@ -145,14 +146,16 @@ def test_nothing_evaluated(tmp_path: Path) -> None:
     assert "unnamed images" in page(tmp_path, [])
 
 
-@pytest.mark.parametrize("name", ["dmst_digits", "tost_digits", "vit_digits", "dmst_cifar"])
+@pytest.mark.parametrize("name", ["dmst_digits", "gmst_digits", "tost_digits", "vit_digits", "dmst_cifar"])
 def test_every_family(tmp_path: Path, name: str) -> None:
     """Grey and colour; no map or gate where the operator computes none."""
-    network = small(name).train()
-    text = page(tmp_path, told(), network, sample(12, network))
     family = name.partition("_")[0]
+    network = small(name, **{"groups": 4, "gate_activation": "gelu"} if family == "gmst" else {}).train()
+    text = page(tmp_path, told(), network, sample(12, network))
     assert ("The <b>membership</b>" in text) is (family in ("dmst", "tost"))
-    assert ("head's <b>gate</b>" in text) is (family == "dmst")
+    assert ("sorts the patches into groups" in text) is (family == "gmst")
+    assert ("dark blue is" in text) is ('class="ramp"' in text) is (family in ("dmst", "tost"))
+    assert ("head's <b>gate</b>" in text) is (family in ("dmst", "gmst"))
     assert network.training
 
 
@@ -205,6 +208,21 @@ def test_maps_are_those_of_their_image(monkeypatch: pytest.MonkeyPatch) -> None:
     assert maps_of(small("vit_digits"), images) is None
 
 
+def test_maps_of_groups_have_their_colours() -> None:
+    """On white: the colour of the group that a patch belongs to most, mixed by its membership."""
+    network, (images, _) = small("gmst_digits", groups=6), sample(3)
+    trace = network.trace(images)
+    found = maps_of(network, images)
+    assert found is not None and found["grouped"] and len(found["rows"][0]) == 2
+    member = trace.layers[1].parts.membership[2, 0].detach().view(6, 8, 8)
+    tile = found["rows"][2][0][1][1]["pixels"]
+    for row, column in ((0, 0), (3, 5), (7, 7)):
+        share, group = member[:, row, column].max(0)
+        strength = 0.7 + 0.3 * share.item()
+        expected = (1 - strength) * 255 + strength * PALETTE[group].astype(float)
+        assert np.abs(tile[row, column] - expected).max() <= 1
+
+
 # --- of weights --------------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +246,11 @@ def test_the_page_of_weights(tmp_path: Path) -> None:
     for name, wanted, missing in (
         ("dmst_digits", ("which heads each class uses", "raised by heads", "head 0", "perfect calibration"), ">Highest"),
         ("vit_digits", ("no rate to certify", "Confusion"), "which heads each class uses"),
+        (
+            "gmst_digits",
+            ("Here it is R_mix", "R+ is not defined for groups with means", "R_mix at the tokens"),
+            "complete rate</b>",
+        ),
     ):
         model = create_model(name, depth=2)
         looked = images_of(model, limit=50)
