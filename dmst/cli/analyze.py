@@ -114,7 +114,7 @@ RATES = {
     "gap": ("gap", "part of the rate that is correlation between channels; 0: none"),
     "complete": ("complete", "also counts what lies outside the subspaces: compare networks by it"),
     "coding": ("coding", "all tokens as one Gaussian, without groups"),
-    "active": ("on", "heads whose gate is above 0"),
+    "active": ("on", "heads whose gate is not 0"),
     "mass": ("mass", "memberships of a token, summed over the heads"),
 }
 SPREAD = ("variational", "complete", "coding")

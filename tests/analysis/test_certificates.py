@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmst import cli, objective
+from dmst import cli, create_model, objective
 from dmst.analysis import certificates
 from dmst.analysis.certificates import QUANTITIES, ascending, certificate_of, certify, descent, rate_by_head
 from dmst.engine.train_loop import train
 from dmst.errors import OptionError, Stopped, UnknownNameError
-from dmst.models import load_model
+from dmst.models import load_model, save_model
 from dmst.sparsemax import sparsemax
 from tests.analysed import IMAGES, analyze, network
 from tests.runs import on_pictures, pictures
@@ -53,6 +53,56 @@ def test_the_bound_holds_for_any_step() -> None:
         for share in (1e-3, 0.5, 0.999):
             assert (certificate_of(s, share * longest * e, pi, gate, c=c)["frozen"].sum(-1)[falls] < 0).all()
     assert descents > 16
+
+
+def test_the_bound_holds_for_groups_with_means() -> None:
+    """The same of R_mix: any step, gates of both signs, far from 0, groups that are empty."""
+    descents = 0
+    for trial in range(40):
+        torch.manual_seed(trial)
+        s, e = torch.randn(2, 3, 7, 5, dtype=F64) + 3, torch.randn(2, 3, 7, 5, dtype=F64) * 10 ** (trial % 4 - 2)
+        pi = (3 * torch.randn(2, 3, 4, 7, dtype=F64)).softmax(2)
+        if trial % 2:
+            pi[:, 1, 2] = 0
+        gate = None if trial % 3 == 0 else 2 * torch.randn(2, 3, dtype=F64)
+        c = 10.0 ** (trial % 5 - 1)
+        found = certificate_of(s, e, pi, gate, c=c)
+        for t in (0.3, 1.0, 4.0):
+            then = certificate_of(s, t * e, pi, gate, c=c)
+            assert torch.allclose(then["bound"], t * found["lin"] + t**2 * found["quad"] / 2)
+            assert (then["frozen"] <= then["bound"] + 1e-12).all()
+        lin, quad = found["lin"].sum(-1), found["quad"].sum(-1)
+        falls = lin < -1e-6
+        descents += int(falls.sum())
+        longest = torch.where(falls, -2 * lin / quad, 0).view(2, 1, 1, 1)
+        for share in (1e-3, 0.5, 0.999):
+            assert (certificate_of(s, share * longest * e, pi, gate, c=c)["frozen"].sum(-1)[falls] < 0).all()
+    assert descents > 16
+
+
+def test_groups_by_hand() -> None:
+    """lin and quad group by group, S = g (s - mu) and W = pi f'(g^2 V); and one group around 0 is the old certificate."""
+    s, e = torch.randn(2, 3, 7, 5, dtype=F64) + 1, torch.randn(2, 3, 7, 5, dtype=F64)
+    pi, gate, c = torch.rand(2, 3, 4, 7, dtype=F64), torch.randn(2, 3, dtype=F64), 2.5
+    found = certificate_of(s, e, pi, gate, c=c)
+    lin, quad = torch.zeros(2, 3, dtype=F64), torch.zeros(2, 3, dtype=F64)
+    for g in range(4):
+        weight, g2 = pi[:, :, g, :, None], gate[..., None, None] ** 2
+        mean = (weight * s).sum(2, keepdim=True) / weight.sum(2, keepdim=True)
+        spread = (weight * (s - mean) ** 2).sum(2, keepdim=True) / weight.sum(2, keepdim=True)
+        w = weight * g2 * c / (1 + c * g2 * spread)
+        lin, quad = lin + (w * (s - mean) * e).sum((2, 3)) / 7, quad + (w * e**2).sum((2, 3)) / 7
+    assert torch.allclose(found["lin"], lin) and torch.allclose(found["quad"], quad)
+    rate = objective.mixture_rate(s, pi, gate, eps=math.sqrt(15 / c))
+    assert torch.allclose(found["rate"].sum(-1), rate) and (rate > 0).all()
+    at = torch.zeros((), dtype=F64, requires_grad=True)
+    (slope,) = torch.autograd.grad(objective.mixture_rate(s + at * e, pi, gate, eps=math.sqrt(15 / c)).sum(), at)
+    assert found["lin"].sum().item() == pytest.approx(slope.item(), rel=1e-10)
+    opposite = torch.cat((s, -s), 2)  # its mean is 0
+    one, both = torch.ones(2, 3, 14, dtype=F64), torch.cat((e, e), 2)
+    for name, value in certificate_of(opposite, both, one, gate).items():
+        if name != "frozen":  # the new mean is not 0
+            assert torch.allclose(value, certificate_of(opposite, both, one.unsqueeze(2), gate)[name], atol=1e-12), name
 
 
 def test_it_is_the_objective_and_its_gradient() -> None:
@@ -166,6 +216,61 @@ def test_proximal_with_a_scalar_scale_descends_and_a_negative_one_climbs() -> No
         assert layer.descends == layer.guaranteed == 0.0 and layer.total["bound"].mean > 0 and layer.raising
 
 
+MIXED = {"groups": 4, "key_dim": 5, "gate_activation": "gelu", "gate_scale": 3.0}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"gate_activation": "none"}, {"rounds": 2, "key_rotary": "2d"}], ids=str)
+def test_proximal_groups_descend(options: dict) -> None:
+    """GMSA: every layer, image and head, fresh or not; a negative scale climbs. The rate is the operator's own."""
+    fresh = create_model("gmst_digits", mode="proximal", **MIXED | options).eval()
+    for model in (fresh, network("gmst_digits", mode="proximal", **MIXED | options)):
+        for i, block in enumerate(model.blocks if model is not fresh else ()):
+            block.residual.scale.fill_((0.3, 1.0, 1.9)[i])
+        found = certify(model, IMAGES)
+        assert found.rate == "R_mix" and "R_mix at the tokens" in found.convention and not found.missing
+        for layer in found.layers:
+            assert layer.descends == layer.guaranteed == 1.0 and not layer.raising
+            assert layer.total["bound"].mean < 0 and layer.total["longest"].mean > 1
+        told = descent(model, IMAGES)
+        assert told["guaranteed"] == told["descends"] == [1.0] * len(model.blocks)
+    traced = model.trace(IMAGES)
+    for block, layer, told in zip(model.blocks, traced.layers, found.layers, strict=True):
+        rate = block.operator.rate(layer.normed, eps=math.sqrt(24), grid=traced.grid)
+        assert torch.allclose(rate_by_head(*layer.parts[:3], c=1.0).sum(-1).float(), rate, rtol=1e-5)
+        assert told.total["rate"].mean == pytest.approx(rate.mean().item(), rel=1e-5)
+    model.blocks[1].residual.scale.fill_(-0.5)
+    layer = certify(model, IMAGES).layers[1]
+    assert layer.descends == layer.guaranteed == 0.0 and layer.total["bound"].mean > 0 and layer.raising
+
+
+@torch.no_grad()
+def test_numbers_of_groups_are_those_of_the_trace() -> None:
+    """Frozen, anew, normed and reread of a network with a free output, by the objective itself; also on orthonormal bases."""
+    model = network("gmst_digits", mode="listing", **MIXED)
+    for basis in ("raw", "orthonormal"):
+        found, traced = certify(model, IMAGES, eps=0.5, basis=basis), model.trace(IMAGES)
+        for block, layer, told in zip(model.blocks, traced.layers, found.layers, strict=True):
+            bases, operator = block.operator.subspaces().double(), block.operator
+            bases = bases if basis == "raw" else torch.linalg.qr(bases).Q
+
+            def rate(z: Tensor, parts: Any, bases: Tensor = bases) -> Tensor:
+                s = torch.einsum("bnd,kdp->bknp", z.double(), bases)
+                return objective.mixture_rate(s, parts.membership, parts.gate, eps=0.5)
+
+            moved = layer.normed + (layer.after_operator - layer.z)
+            after, before = block.norm(layer.after_operator), rate(layer.normed, layer.parts)
+            anew, reread = (operator.decompose(z, grid=traced.grid) for z in (moved, after))
+            expected = {
+                "rate": before, "frozen": rate(moved, layer.parts) - before, "anew": rate(moved, anew) - before,
+                "normed": rate(after, layer.parts) - before, "reread": rate(after, reread) - before,
+            }  # fmt: skip
+            for name, values in expected.items():
+                assert told.total[name].mean == pytest.approx(values.mean().item(), rel=1e-4, abs=1e-5), name
+            heads = [head["frozen"].mean for head in told.heads]
+            assert sum(heads) == pytest.approx(told.total["frozen"].mean, abs=1e-9) and len(heads) == 3
+
+
 def test_orthonormal_bases() -> None:
     """Each head's U by QR: the rate of the tokens on them; where they are orthonormal already (no bias), nothing changes."""
     model = network()
@@ -218,6 +323,18 @@ def test_the_command() -> None:
         assert f"layer {layer['layer']}: {'all' if len(raising) == 4 else ', '.join(raising)}" in text
     other = analyze("certify", "dmst_digits", "--limit", "5", "--eps", "0.5", "--orthonormal")
     assert "c = d/eps² = 128 (eps = 0.5), U orthonormal" in other
+
+
+def test_the_command_on_groups(tmp_path: Path) -> None:
+    """All four verbs that print numbers, on a saved network."""
+    where = str(tmp_path / "gmst")
+    save_model(create_model("gmst_digits", depth=2, mode="proximal", **MIXED), tmp_path / "gmst")
+    text = analyze("certify", where, "--limit", "12")
+    assert "R_mix at the tokens that each operator read" in text and text.count("100%") == 4
+    told = json.loads(analyze("certify", where, "--limit", "12", "--json"))
+    assert told["rate"] == "R_mix" and all(layer["total"]["bound"]["below"] == 1 for layer in told["layers"])
+    assert "the theorem does not apply" in analyze("theorem", where, "--limit", "3")
+    assert json.loads(analyze("theorem", where, "--limit", "3", "--json"))["layers"] == [None, None]
 
 
 @pytest.mark.parametrize("verb", ["certify", "theorem"])

@@ -94,6 +94,19 @@ def test_memberships_of_exactly_0() -> None:
     assert max(told["zero_memberships"]) > 0
 
 
+def test_groups() -> None:
+    """GMSA: R_mix, and a token is idle where it belongs to no group of any head."""
+    model = network("gmst_digits", groups=4, gate_activation="relu")
+    told = layers(model, IMAGES)
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    assert told["variational"] == pytest.approx(layer_rates(model, IMAGES, eps=told["eps"]).mean["variational"], rel=1e-6)
+    with torch.no_grad():
+        parts = [layer.parts for layer in model.trace(IMAGES).layers]
+    assert told["zero_memberships"] == pytest.approx([(x.membership == 0).double().mean().item() for x in parts])
+    assert told["zero_gates"] == pytest.approx([(x.gate == 0).double().mean().item() for x in parts])
+    assert told["idle_tokens"] == [0.0] * 3 and max(told["zero_gates"]) > 0
+
+
 def test_what_is_not_finite_is_none() -> None:
     model = network(depth=2)
     with torch.no_grad():

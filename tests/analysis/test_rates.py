@@ -65,6 +65,63 @@ def test_every_quantity_is_the_objective_of_the_parts() -> None:
 
 
 @torch.no_grad()
+def test_groups_written_out() -> None:
+    """R_mix by loops, shares of a token over heads and groups, silent heads left out; covariances around each group's mean."""
+    model = network("gmst_digits", groups=4, gate_activation="sparsemax", gate_scale=3.0)
+    block, traced = model.blocks[1], model.trace(IMAGES).layers[1]
+    found = rates_of(traced.normed, traced.parts, block.operator, eps=0.5)
+    s, pi, g = (x.double() for x in traced.parts[:3])
+    b, k, n, p = s.shape
+    assert (g == 0).any() and (g != 0).any()
+    unit, share = s / s.norm(dim=-1, keepdim=True), pi / k
+    want = {name: torch.zeros(b, dtype=torch.float64) for name in ("variational", "raw", "all_heads", "projected")}
+    for i in range(b):
+        for head in range(k):
+            for group in range(4):
+                weight = pi[i, head, group] / pi[i, head, group].sum()
+                away = unit[i, head] - weight @ unit[i, head]
+                whole = away.T @ (weight[:, None] * away)
+                cost = 0.5 * share[i, head, group].sum() / n * torch.log1p(p / 0.25 * whole.diagonal()).sum()
+                inside = torch.eye(p, dtype=torch.float64) + p / 0.25 * whole
+                want["all_heads"][i] += cost
+                want["projected"][i] += 0.5 * share[i, head, group].sum() / n * torch.logdet(inside)
+                if g[i, head] != 0:
+                    want["variational"][i] += cost
+                    want["raw"][i] += k * cost
+    for name, values in want.items():
+        assert torch.allclose(found[name].double(), values, rtol=1e-5), name
+    assert torch.allclose(found["gap"], found["all_heads"] - found["projected"]) and (found["gap"] > 0).all()
+    assert found["complete"].isnan().all()
+    assert torch.allclose(found["mass"], torch.full((b,), float(k))) and torch.equal(found["active"], (g != 0).sum(-1).float())
+
+
+def test_groups_are_named() -> None:
+    found = layer_rates(network("gmst_digits", groups=4), IMAGES)
+    assert found.rate == "R_mix" and found.convention.startswith("R_mix, unit-length")
+    assert found.missing == "gmst_digits: R+ is not defined for groups with means, so there is no `complete`."
+    assert all(math.isnan(x) for x in found.mean["complete"])
+    other = layer_rates(network(), IMAGES)
+    assert other.rate == "R_var" and not other.missing and other.convention.startswith("R_var, unit-length")
+
+
+def test_the_command_on_groups(tmp_path: Path) -> None:
+    """R_mix heads its column; beside another network, both conventions are told."""
+    for name, options in (("gmst", {"groups": 4}), ("dmst", {})):
+        save_model(create_model(f"{name}_digits", depth=2, **options), tmp_path / name)
+    asked = ["--limit", "9", "--device", "cpu"]
+    page, env = tmp_path / "rates.html", {"COLUMNS": "160"}
+    one = CliRunner(env=env).invoke(cli.app, ["analyze", "rates", str(tmp_path / "gmst"), *asked, "--page", str(page)])
+    assert one.exit_code == 0, one.output
+    assert re.search(r"layer\s+R_mix\s+raw", one.output) and "R_var" not in one.output and "no `complete`" in one.output
+    assert "R_mix, unit-length" in page.read_text() and "no `complete`" in page.read_text()
+    both = CliRunner(env=env).invoke(cli.app, ["analyze", "rates", str(tmp_path / "gmst"), str(tmp_path / "dmst"), *asked])
+    assert both.exit_code == 0 and "R_mix, unit-length" in both.output and "R_var, unit-length" in both.output
+    told = CliRunner().invoke(cli.app, ["analyze", "rates", str(tmp_path / "gmst"), *asked, "--json"])
+    mean = json.loads(told.stdout.splitlines()[0])[str(tmp_path / "gmst")]["input"]["mean"]
+    assert mean["complete"] == [None, None] and all(x > 0 for x in mean["variational"] + mean["gap"])
+
+
+@torch.no_grad()
 def test_after_the_operator_and_after_the_block() -> None:
     """Normed by the same layer, in its subspaces, with memberships anew; one pass gives what three do."""
     model = network()

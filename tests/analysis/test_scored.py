@@ -123,6 +123,23 @@ def test_orders_are_what_the_network_computed() -> None:
     assert set(orders_of(build(("tost_tiny", {}), torch.float32), x)) == {"membership", "gradient"}  # no gate
 
 
+@pytest.mark.parametrize("gate", ["gelu", "none"])
+def test_the_order_of_groups(gate: str) -> None:
+    """The largest group of the head with the largest gate, by size; without gates, the largest group. There is no `gated`."""
+    model = build(("gmst_tiny", {"groups": 3, "gate_activation": gate, "readout": "token"}), torch.float32).eval()
+    x = images(dtype=torch.float32)
+    with torch.no_grad():
+        parts = model.trace(x).layers[1].parts
+    found = orders_of(model, x, 1)
+    assert set(found) == {"membership", "gradient"} and parts.membership.shape[-1] == 7  # a class token among them
+    for i in range(len(x)):
+        each = parts.membership[i, :, :, 1:]
+        mine = each.flatten(0, 1) if gate == "none" else each[int(parts.gate[i].abs().argmax())]
+        assert torch.equal(found["membership"][i], mine[int(mine.sum(-1).argmax())])
+    scores = scored(model, x, tests=("deletion",), steps=2, draws=1)
+    assert {score.order for score in scores.scores} == {"membership", "gradient", "centre", "random"}
+
+
 def test_the_gradient_order_is_grad_times_input() -> None:
     model, x = build(("dmst_tiny", {})).eval(), images()
     found = orders_of(model, x)["gradient"]
@@ -246,6 +263,21 @@ def test_foreground_reads_the_maps_of_the_trace(family: str) -> None:
     assert found.best["iou_area"].mean == pytest.approx(1) and found.head["iou_area"] == ((1, 2), (1, 2))
     assert found.share == pytest.approx((masks == 1).float().mean().item())
     assert found.ahead["iou_area"].low > 0 and "finds the object better" in found.verdict
+
+
+def test_every_group_is_a_map() -> None:
+    """Masks made of one group's memberships: that group is found, and named."""
+    model = build(("gmst_tiny", {"groups": 6}), torch.float32).eval()
+    x = images(batch=6, dtype=torch.float32)
+    with torch.no_grad():
+        trace = model.trace(x)
+    small = trace.layers[1].parts.membership[:, 2, 4, trace.prefix :].view(6, 1, 2, 3)
+    full = F.interpolate(small, (32, 48), mode="bilinear", align_corners=False)[:, 0]
+    masks = torch.where(full > full.mean((1, 2), keepdim=True), 1, 2).to(torch.uint8)
+    found = foreground(model, [(x, masks)])
+    assert found.layers[1].best["iou_mean"] == Interval(1, 1, 1) and found.groups == 6 and found.what == "membership"
+    assert found.head["iou_mean"] == ((1, 16), (1, 16))  # map 16 = 2 * 6 + 4
+    assert "group 4 of head 2 of layer 1" in found.verdict and found.layers[0].median["iou_mean"] < 1
 
 
 def test_a_head_is_not_chosen_on_the_images_it_is_scored_on() -> None:

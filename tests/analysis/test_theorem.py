@@ -83,6 +83,7 @@ def test_other_operators() -> None:
     assert all(abs(layer.quantities["mass"].mean) < 1e-6 for layer in tost.layers)  # its memberships sum to 1
     vit = theorem(network("vit_digits"), IMAGES)
     assert vit.layers == [None] * 3
+    assert theorem(network("gmst_digits", groups=4), IMAGES).layers == [None] * 3  # groups are no memberships in heads
     orthonormal = theorem(network(), IMAGES, basis="orthonormal")
     assert orthonormal.layers[0].quantities["coupled"].mean != tost.layers[0].quantities["coupled"].mean
     assert "U orthonormal by QR" in orthonormal.convention
