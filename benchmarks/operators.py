@@ -7,6 +7,7 @@
     xca, mssa         XCiT's and CRATE's, ours
     tssa_published    TSSA as in ToST's code                     tssa    ours
     listing           DMSA as the paper prints it                dmsa    ours
+    gmsa, gmsa_proximal    GMSA with a free output; tied, on orthonormal subspaces
     dmsa_half, dmsa_quarter    half, three quarters of the heads silent, and skipped in inference
 
 Our family runs by its fused kernels (`fused`; on a CPU `auto`) and by the plain steps (`reference`). Every time is a median in
@@ -26,7 +27,8 @@ from published import AttentionDMSA, AttentionTSSA
 from torch import Tensor, nn
 
 from dmst.kernels import use_kernels
-from dmst.operators import DMSA, MHSA, MSSA, TSSA, XCA
+from dmst.operators import DMSA, GMSA, MHSA, MSSA, TSSA, XCA
+from dmst.operators.gmsa import KEY_STD
 
 SHAPES = {"cuda": ["256x197", "64x1024", "16x4096", "4x16384", "1x65536"], "cpu": ["8x197", "1x1024"]}
 MODES = {"cuda": ["graph", "eager", "compiled"], "cpu": ["eager"]}
@@ -47,6 +49,11 @@ class Layer(NamedTuple):
     silent: float = 0.0  # share of heads that are silent
 
 
+def gmsa(dim: int, heads: int, n: int, **options: Any) -> nn.Module:
+    """With four tokens a group at least: alone in its group a token is the mean, and mu - s loses all digits."""
+    return GMSA(dim, heads, bias=False, groups=min(max(n // 4, 1), GMSA.keywords()["groups"]), **options)
+
+
 LAYERS: dict[str, Layer] = {
     "floor": Layer(lambda d, k, n: nn.Sequential(nn.Linear(d, d, bias=False), nn.Linear(d, d))),
     "dmsa": Layer(lambda d, k, n: DMSA(d, k, bias=False), family=True),
@@ -57,6 +64,8 @@ LAYERS: dict[str, Layer] = {
     "mssa": Layer(lambda d, k, n: MSSA(d, k, bias=False), linear=False),
     "tssa_published": Layer(lambda d, k, n: AttentionTSSA(d, k), ours=TSSA),
     "listing": Layer(lambda d, k, n: AttentionDMSA(d, k, tokens=max(n, 4096)), ours=DMSA),
+    "gmsa": Layer(gmsa),
+    "gmsa_proximal": Layer(lambda d, k, n: gmsa(d, k, n, mode="proximal")),
     "dmsa_half": Layer(lambda d, k, n: DMSA(d, k, bias=False, membership_bias=True), family=True, silent=0.5),
     "dmsa_quarter": Layer(lambda d, k, n: DMSA(d, k, bias=False, membership_bias=True), family=True, silent=0.75),
 }
@@ -69,6 +78,9 @@ def make(what: str, dim: int, heads: int, n: int, device: torch.device, dtype: t
         with torch.no_grad():
             layer.assign.bias[: int(LAYERS[what].silent * heads)] = -5.0
         layer.skip_silent = True
+    if isinstance(layer, GMSA):  # keys of the size they start with: by smaller ones groups hardly differ, which loses digits
+        with torch.no_grad():
+            layer.key.weight.mul_(KEY_STD * (3 * dim) ** 0.5)
     return CAST[dtype](layer).to(device)
 
 

@@ -6,7 +6,7 @@ ours is written over it, unless somebody is looking: autograd, a compiler, a tra
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -24,19 +24,39 @@ def in_place() -> bool:
     return not (torch.is_grad_enabled() or tracing.traced() or tracing.transformed())
 
 
+def free(buffer: Tensor | None, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    """Whether something of this dtype may be written into a buffer."""
+    return buffer is not None and buffer.dtype == dtype and in_place()
+
+
+def add(mine: Tensor, other: Tensor) -> Tensor:
+    """mine + other, into `mine`, which nobody else may read afterwards."""
+    return mine.add_(other) if in_place() else mine + other
+
+
 def times(mine: Tensor, other: Tensor) -> Tensor:
-    """mine * other, into `mine`, which nobody else may read afterwards."""
+    """mine * other, into `mine` likewise."""
     return mine.mul_(other) if in_place() else mine * other
 
 
-def product(x: Tensor, y: Tensor, into: Tensor) -> Tensor:
-    """x * y, into a buffer of the same shape whose content is done with."""
-    return torch.mul(x, y, out=into) if in_place() else x * y
+def over(mine: Tensor, other: Tensor) -> Tensor:
+    """mine / other, into `mine` likewise."""
+    return mine.div_(other) if in_place() else mine / other
 
 
 def plus(mine: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
     """mine + scale * x * y, into `mine` likewise."""
     return mine.addcmul_(x, y, value=scale) if in_place() else torch.addcmul(mine, x, y, value=scale)
+
+
+def product(x: Tensor, y: Tensor, into: Tensor | None) -> Tensor:
+    """x * y, into a buffer of the same shape whose content is done with."""
+    return torch.mul(x, y, out=into) if free(into, x.dtype) else x * y
+
+
+def matmul(x: Tensor, y: Tensor, into: Tensor | None) -> Tensor:
+    """x @ y, into a buffer likewise."""
+    return torch.matmul(x, y, out=into) if free(into, x.dtype) else x @ y
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -9,13 +9,15 @@
     mass m_kg = sum_n pi     mean mu_kg = sum_n pi s / m                 (b, k, g), (b, k, g, p)
     spread     V_kgi = sum_n pi (s - mu)^2 / m                           (b, k, g, p)
     attenuation a_kg = 1 / (1 + g_k^2 V_kg)
-    sums       alpha_n = sum_g pi a          beta_n = sum_g pi a mu      (b, k, n, p)
-    update     listing  g (beta - alpha s)   equation  g^2 (beta - alpha s)      proximal  t (beta - alpha s) / (1 + t alpha)
-               t = theta_k g_k^2;  without `own`: beta in place of beta - alpha s
+    weight     w_kg  = t_k a_kg                                          (b, k, g, p)   t = g (listing), g^2 (equation),
+                                                                                        theta_k g^2 (proximal)
+    sums       alpha_n = sum_g pi w          beta_n = sum_g pi w mu      (b, k, n, p)
+    update     beta - alpha s                proximal  (beta - alpha s) / (1 + alpha)         without `own`  beta
     output     sum_k update_k W_out,k + bias                             (b, n, d)      tied: W_out,k = U_k^T
 
 A bias of the subspaces would cancel in mu - s, so there is none. Sums over tokens and groups are products of matrices with
-the memberships, so cost is linear in tokens and nothing of size n g p exists.
+the memberships, so cost is linear in tokens and nothing of size n g p exists. These products want heads apart in memory:
+coordinates and keys are copied once to that order, where every product would copy them again.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch.nn import functional as F
 
 from dmst import rotary
 from dmst.errors import ShapeError, shown
-from dmst.kernels.arithmetic import cast, wide
+from dmst.kernels.arithmetic import add, cast, free, matmul, over, plus, product, wide
 from dmst.kernels.form import GATE
 
 UNIT_SHARPNESS = 8.0  # of the softmax over groups, where keys have length 1
@@ -87,28 +89,33 @@ class MixtureSteps(NamedTuple):
     pooled: Tensor | None  # (b, k), what the gate's activation reads
     gate: Tensor | None  # (b, k)
     silent: Tensor | None = None  # (k, g), groups that an intervention has switched off
+    scratch: Tensor | None = None  # (b, k, n, p), a buffer whose content is done with
 
 
 def attend(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: Grid = None, dtype: torch.dtype) -> Tensor:
     """The whole layer on z (b, n, d); the large projections run in `dtype`."""
-    steps = take_steps(z, weights, form, grid, dtype)
-    return project_out(update_of(steps, weights.theta, form), weights, dtype)
+    alpha, update = pulls_of(take_steps(z, weights, form, grid, dtype), weights.theta, form)
+    return project_out(update, weights, dtype, alpha)
 
 
 def take_steps(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype) -> MixtureSteps:
     """Everything up to the update."""
     turned = turn(z, form, grid)
-    projected = split(F.linear(z.to(dtype), weights.subspace.to(dtype)), form)
+    flat = F.linear(z.to(dtype), weights.subspace.to(dtype))
+    projected = split(flat, form)
     keys = split(F.linear(turned.to(dtype), weights.key.to(dtype), cast(weights.key_bias, dtype)), form)
     pooled = None if weights.gate is None else token_mean(turned) @ wide(weights.gate).transpose(-2, -1)
-    return steps_from(projected, keys, pooled, form, grid)
+    return steps_from(projected, keys, pooled, form, grid, flat.reshape(projected.shape))
 
 
-def steps_from(projected: Tensor, keys: Tensor, pooled: Tensor | None, form: MixtureForm, grid: Grid) -> MixtureSteps:
+def steps_from(
+    projected: Tensor, keys: Tensor, pooled: Tensor | None, form: MixtureForm, grid: Grid, scratch: Tensor | None = None
+) -> MixtureSteps:
     """The same of tokens that have coordinates, keys and the score of their gate already."""
     membership = memberships_of(keys, form, grid)[-1]
     gate = None if pooled is None else form.gate_scale * GATE[str(form.gate)].value(wide(pooled), form)
-    return MixtureSteps(projected, keys, membership, *moments(projected, membership), pooled, gate)
+    statistics = moments(projected, membership, scratch)
+    return MixtureSteps(projected, keys, membership, *statistics, pooled, gate, scratch=scratch)
 
 
 def turn(z: Tensor, form: MixtureForm, grid: Grid) -> Tensor:
@@ -122,19 +129,29 @@ def token_mean(z: Tensor) -> Tensor:
 
 
 def split(flat: Tensor, form: MixtureForm) -> Tensor:
-    return rearrange(flat, "b n (k p) -> b k n p", k=form.num_heads)
+    """(b, n, k p) to (b, k, n, p), always a copy."""
+    return rearrange(flat, "b n (k p) -> b k n p", k=form.num_heads).clone(memory_format=torch.contiguous_format)
+
+
+def join(x: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """(b, k, n, p) to (b, n, k p), into a buffer whose content is done with."""
+    b, k, n, p = x.shape
+    if free(into, dtype):
+        return into.view(b, n, k, p).copy_(x.transpose(1, 2)).view(b, n, k * p)
+    return rearrange(x, "b k n p -> b n (k p)").to(dtype)
 
 
 def memberships_of(keys: Tensor, form: MixtureForm, grid: Grid) -> list[Tensor]:
     """The memberships of every round, the last ones last: (b, k, n, g) each."""
-    q, found = unit(wide(keys), form), list[Tensor]()
+    q = unit(wide(keys), form)
+    found: list[Tensor] = []  # not list[Tensor](), which torch.compile cannot call
     n = q.shape[-2]
     for _ in range(form.rounds):
         if found:
             centre = found[-1].transpose(-2, -1) @ q / divisor(found[-1].sum(-2)).unsqueeze(-1)
         else:
             centre = cell_means(n, grid, form.groups, device=q.device, dtype=q.dtype) @ q
-        found.append((form.sharpness * q @ unit(centre, form).transpose(-2, -1)).softmax(-1))
+        found.append((q @ (form.sharpness * unit(centre, form)).transpose(-2, -1)).softmax(-1))
     return found
 
 
@@ -147,12 +164,12 @@ def divisor(mass: Tensor) -> Tensor:
     return torch.where(mass < torch.finfo(mass.dtype).tiny, 1, mass)
 
 
-def moments(projected: Tensor, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def moments(projected: Tensor, membership: Tensor, scratch: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Mass, mean and spread of every group. E s^2 - mu^2 loses digits only where they do not matter: a = 1/(1 + g^2 V)."""
     s, mass = wide(projected), membership.sum(-2)
     share = (membership / divisor(mass).unsqueeze(-2)).transpose(-2, -1)
     mean = share @ s
-    return mass, mean, (share @ s.square() - mean.square()).clamp(min=0)
+    return mass, mean, (share @ product(s, s, scratch) - mean.square()).clamp(min=0)
 
 
 def attenuation_of(steps: MixtureSteps) -> tuple[Tensor, Tensor]:
@@ -165,25 +182,28 @@ def attenuation_of(steps: MixtureSteps) -> tuple[Tensor, Tensor]:
     return attenuation, gate
 
 
-def pulls_of(steps: MixtureSteps, attenuation: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha and beta, (b, k, n, p) each: how strongly a token is pulled, and whereto, times that."""
-    both = steps.membership @ torch.cat((attenuation, attenuation * steps.mean), -1)
-    alpha, beta = both.chunk(2, -1)
-    return alpha, beta
+def strength_of(gate: Tensor, theta: Tensor | None, form: MixtureForm) -> Tensor:
+    """t_k, from a gate of (b, k, 1, 1)."""
+    if form.mode != "proximal":
+        return gate**form.power
+    assert theta is not None
+    return by_head(theta) * gate.square()
 
 
 def update_of(steps: MixtureSteps, theta: Tensor | None, form: MixtureForm) -> Tensor:
     """The head outputs before the output projection, at least float32."""
+    return pulls_of(steps, theta, form)[1]
+
+
+def pulls_of(steps: MixtureSteps, theta: Tensor | None, form: MixtureForm) -> tuple[Tensor, Tensor]:
+    """alpha, how strongly a token is pulled to the means of its groups, and the update."""
     attenuation, gate = attenuation_of(steps)
-    alpha, beta = pulls_of(steps, attenuation)
+    weight = strength_of(gate, theta, form) * attenuation
+    alpha, beta = matmul(steps.membership, weight, steps.scratch), steps.membership @ (weight * steps.mean)
     if not form.own:
-        return gate * beta
-    pull = beta - alpha * wide(steps.projected)
-    if form.mode != "proximal":
-        return gate**form.power * pull
-    assert theta is not None
-    strength = by_head(theta) * gate.square()
-    return strength * pull / (1 + strength * alpha)
+        return alpha, beta
+    pull = plus(beta, alpha, wide(steps.projected), -1.0)
+    return alpha, over(pull, 1 + alpha) if form.mode == "proximal" else pull
 
 
 def by_head(theta: Tensor) -> Tensor:
@@ -191,12 +211,16 @@ def by_head(theta: Tensor) -> Tensor:
     return wide(theta).reshape(-1, 1, 1)
 
 
-def project_out(update: Tensor, weights: MixtureWeights, dtype: torch.dtype) -> Tensor:
+def project_out(update: Tensor, weights: MixtureWeights, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
     """sum_k update_k W_out,k + bias, in the compute dtype; tied to the subspaces where there is no `out`."""
-    flat = rearrange(update, "b k n p -> b n (k p)").to(dtype)
+    flat = join(update, dtype, scratch)
     weight = weights.subspace.transpose(-2, -1) if weights.out is None else weights.out
     out = F.linear(flat, weight.to(dtype))
-    return out if weights.out_bias is None else out + weights.out_bias.to(dtype)  # not a view: a caller may change it
+    if weights.out_bias is None:
+        return out
+    return add(
+        out, weights.out_bias.to(dtype)
+    )  # apart: with a bias F.linear hands out a view, which nobody may change in place
 
 
 # --- the cells of the coarse grid ------------------------------------------------------------------------------------
@@ -225,11 +249,14 @@ def cells(n: int, grid: Grid, groups: int) -> tuple[int, int, tuple[int, int]]:
     if not (isinstance(grid, tuple | list) and len(grid) == 2 and 0 < grid[0] * grid[1] <= n and min(grid) > 0):
         raise ShapeError(f"grid is {shown(grid)}: it must be (rows, columns) of the patches among the {n} tokens in z.")
     rows, columns = grid
-    fits = [(d, groups // d) for d in range(1, groups + 1) if groups % d == 0 and d <= rows and groups // d <= columns]
-    if not fits:
+    down, across, least = 0, 0, None
+    for d in (d for d in range(1, groups + 1) if groups % d == 0):  # no min(..., key=...): torch.compile has none of such sizes
+        off = abs(d * columns - groups // d * rows)  # 0 where cells are squares
+        if (least is None or off < least) and d <= rows and groups // d <= columns:
+            down, across, least = d, groups // d, off
+    if least is None:
         raise ShapeError(
             f"groups is {groups}: no {groups} cells of rows times columns fit on a grid of {rows} x {columns} patches. "
             "Take a number of groups whose factors do, or larger images."
         )
-    down, across = min(fits, key=lambda pair: abs(pair[0] * columns - pair[1] * rows))  # cells nearest to squares
     return down, across, (rows, columns)

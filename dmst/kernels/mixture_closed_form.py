@@ -1,19 +1,17 @@
 """GMSA as one autograd function: forward in the steps of `mixture.py`, backward in closed form.
 
 It keeps z, projected, keys and statistics without a token axis, n (2 d + k r) elements a sample and some; memberships are
-computed again from the keys. With G = dL/dupdate, r = 1 (listing) or 2 (equation), t = theta g^2:
+computed again from the keys. With G = dL/dupdate, w = t a the weights and t the strengths of `mixture.py`:
 
-    gradient forms   dbeta = g^r G            dalpha = -g^r G s           dS = -g^r G alpha
-                     dg = r g^(r-1) sum G (beta - alpha s)
-    without own      dbeta = g G              dalpha = 0                  dS = 0                   dg = sum G beta
-    proximal         dbeta = t G/(1 + t alpha)                            dalpha = -dbeta (s + update)
-                     dS = -G t alpha/(1 + t alpha)                        dt = sum dbeta (beta - alpha (s + update))/t,
-                                                                          dg = 2 theta g dt,  dtheta = g^2 dt
-    attenuation      da = sum_n pi dalpha + mu sum_n pi dbeta             dV = -g^2 a^2 da         dg -= 2 g sum V a^2 da
-    mean             dmu = a sum_n pi dbeta                               V does not move with mu: it is least there
+    gradient forms   dbeta = G                dalpha = -G s               dS = -G alpha            (without own: 0, 0)
+    proximal         dbeta = G/(1 + alpha)    dalpha = -dbeta (s + update)                         dS = -dbeta alpha
+    weights          dw = sum_n pi dalpha + mu sum_n pi dbeta             da = t dw                dt = sum a dw
+                     listing dg = dt, equation dg = 2 g dt, proximal dg = 2 theta g dt, dtheta = g^2 dt
+    attenuation      dV = -g^2 a^2 da                                     dg -= 2 g sum V a^2 da
+    mean             dmu = w sum_n pi dbeta                               V does not move with mu: it is least there
     with e = dV/m, f = dmu/m - 2 e mu:
                      dS += 2 s (pi e) + pi f                              const_g = sum_i e (mu^2 - V) - mu dmu/m
-                     dpi = dalpha a + dbeta a mu + s^2 e + s f + const    (each a sum over the channels)
+                     dpi = dalpha w + dbeta w mu + s^2 e + s f + const    (each a sum over the channels)
     softmax          dl = pi (dpi - sum_g pi dpi)                         dq = t dl c              dc = t dl^T q
     a further round  c = pi^T q/m:   dq += pi dc/m,                       dpi = (q dc - c dc)/m    into the round before
     the cells        dq += P^T dc
@@ -27,16 +25,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
 from dmst import rotary
 from dmst.kernels import mixture
-from dmst.kernels.arithmetic import wide
+from dmst.kernels.arithmetic import add, matmul, over, plus, product, times, wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import GATE
-from dmst.kernels.mixture import Grid, MixtureForm, MixtureSteps, MixtureWeights, by_head, divisor
+from dmst.kernels.mixture import Grid, MixtureForm, MixtureSteps, MixtureWeights, divisor
 
 
 def attend(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: Grid = None, dtype: torch.dtype) -> Tensor:
@@ -54,7 +51,8 @@ class _Attend(torch.autograd.Function):
         *tensors, form, grid, dtype = arguments
         weights = MixtureWeights(*tensors)
         steps = mixture.take_steps(z, weights, form, grid, dtype)
-        out = mixture.project_out(mixture.update_of(steps, weights.theta, form), weights, dtype)
+        alpha, update = mixture.pulls_of(steps, weights.theta, form)
+        out = mixture.project_out(update, weights, dtype, alpha)
         return out, steps.projected, steps.keys, steps.mass, steps.mean, steps.spread, steps.pooled, steps.gate
 
     @staticmethod
@@ -75,12 +73,13 @@ class _Attend(torch.autograd.Function):
         with without_autocast(dout):
             if torch.is_grad_enabled():  # a second derivative will follow: what was kept carries no graph
                 steps = mixture.take_steps(z, weights, form, ctx.grid, ctx.dtype)
+                rounds = mixture.memberships_of(steps.keys, form, ctx.grid)
             else:
                 projected, keys, *statistics = rest[fields:]
-                membership = mixture.memberships_of(keys, form, ctx.grid)[-1]
-                steps = MixtureSteps(projected, keys, membership, *statistics)
+                rounds = mixture.memberships_of(keys, form, ctx.grid)
+                steps = MixtureSteps(projected, keys, rounds[-1], *statistics)
             wanted = MixtureWeights(*ctx.needs_input_grad[1 : 1 + fields])
-            dz, grads = pull_back(z, weights, form, ctx.grid, ctx.dtype, steps, dout, wanted, ctx.needs_input_grad[0])
+            dz, grads = pull_back(z, weights, form, ctx.grid, ctx.dtype, steps, rounds, dout, wanted, ctx.needs_input_grad[0])
         return dz, *grads, None, None, None
 
 
@@ -100,29 +99,33 @@ def pull_back(
     grid: Grid,
     dtype: torch.dtype,
     steps: MixtureSteps,
+    rounds: list[Tensor],
     dout: Tensor,
     wanted: MixtureWeights,
     wants_z: bool,
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """dz, and the gradient of each weight that is wanted."""
+    """dz, and the gradient of each weight that is wanted; `rounds` are the memberships of every round."""
     grads: dict[str, Tensor] = {}
     tokens_out, tokens_in = dout.to(dtype).flatten(0, 1), z.to(dtype).flatten(0, 1)  # (b n, d)
-    weight_out = (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
-    dupdate = wide(mixture.split(dout.to(dtype) @ weight_out, form))
-    core, update = _core_pullback(steps, weights.theta, form, dupdate)
-    dkeys = _key_pullback(steps, form, grid, core.membership)
 
-    # the output projection
-    dout_weight = tokens_out.mT @ rearrange(update, "b k n p -> (b n) (k p)").to(dtype)
+    # the output projection: its own gradient first, so that buffers are free when the core needs some
+    weight_out = (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
+    dflat = dout.to(dtype) @ weight_out
+    dupdate = wide(mixture.split(dflat, form))
+    alpha, update = mixture.pulls_of(steps, weights.theta, form)
+    if wanted.out or (wanted.subspace and weights.out is None):
+        dout_weight = tokens_out.mT @ mixture.join(update, dtype, dflat).flatten(0, 1)
     if wanted.out:
         grads["out"] = dout_weight
     if wanted.out_bias:
         grads["out_bias"] = wide(tokens_out).sum(0)
+
+    # the core, then the two projections of the tokens
+    core = _core_pullback(steps, weights.theta, form, alpha, update, dupdate, dflat.reshape(dupdate.shape))
     if core.theta is not None:
         grads["theta"] = core.theta
-
-    # the two projections of the tokens
-    dflat, dkey_flat = (rearrange(x, "b k n p -> b n (k p)").to(dtype) for x in (core.projected, dkeys))
+    dkeys = _key_pullback(wide(steps.keys), rounds, form, grid, core.membership)
+    dflat, dkey_flat = mixture.join(core.projected, dtype, update), mixture.join(dkeys, dtype)
     if wanted.subspace:
         grads["subspace"] = dflat.flatten(0, 1).mT @ tokens_in
         if weights.out is None:
@@ -132,7 +135,7 @@ def pull_back(
         grads["key"] = dkey_flat.flatten(0, 1).mT @ turned.to(dtype).flatten(0, 1)
     if wanted.key_bias:
         grads["key_bias"] = wide(dkey_flat).sum((0, 1))
-    dturned = dkey_flat @ weights.key.to(dtype) if wants_z else None
+    dturned = wide(matmul(dkey_flat, weights.key.to(dtype), alpha.reshape(z.shape))) if wants_z else None
 
     # the gate
     if core.gate is not None:
@@ -141,8 +144,11 @@ def pull_back(
         dpooled = activation.pullback(form.gate_scale * core.gate, steps.pooled, activation.value(steps.pooled, form), form)
         grads["gate"] = dpooled.mT @ mixture.token_mean(turned)
         if dturned is not None:
-            dturned = dturned + (dpooled @ wide(weights.gate) / z.shape[-2]).unsqueeze(-2)
-    dz = None if dturned is None else (dflat @ weights.subspace.to(dtype) + _turn_back(dturned, form, grid)).to(z.dtype)
+            dturned = add(dturned, (dpooled @ wide(weights.gate) / z.shape[-2]).unsqueeze(-2))
+    dz = None
+    if dturned is not None:
+        dprojected = matmul(dflat, weights.subspace.to(dtype), dupdate.reshape(z.shape))
+        dz = add(_turn_back(dturned, form, grid), dprojected).to(z.dtype)
     pairs = zip(MixtureWeights._fields, weights, strict=True)
     return dz, tuple(None if x is None or name not in grads else grads[name].to(x.dtype).reshape(x.shape) for name, x in pairs)
 
@@ -155,66 +161,66 @@ def _turn_back(dturned: Tensor, form: MixtureForm, grid: Grid) -> Tensor:
     return dturned if positions is None else rotary.rotate(wide(dturned), rotary.Table(positions.cos, -positions.sin))
 
 
-def _core_pullback(steps: MixtureSteps, theta: Tensor | None, form: MixtureForm, dupdate: Tensor) -> tuple[_Core, Tensor]:
-    """From dupdate to the core's inputs; and the update, which is on the way."""
+def _core_pullback(
+    steps: MixtureSteps,
+    theta: Tensor | None,
+    form: MixtureForm,
+    alpha: Tensor,
+    update: Tensor,
+    dupdate: Tensor,
+    scratch: Tensor,
+) -> _Core:
+    """From dupdate to the core's inputs. The last three are written over: the gradient of the coordinates is in `scratch`."""
     a, gate = mixture.attenuation_of(steps)
-    alpha, beta = mixture.pulls_of(steps, a)
+    strength = mixture.strength_of(gate, theta, form)  # t
     s, pi, mean, spread = wide(steps.projected), steps.membership, steps.mean, steps.spread
-    dtheta = None
+    to_groups, weight = pi.transpose(-2, -1), strength * a
+
+    dbeta = over(dupdate, 1 + alpha) if form.mode == "proximal" else dupdate
+    sum_beta = to_groups @ dbeta  # (b, k, g, p)
+    dweight, dmembership = mean * sum_beta, dbeta @ (weight * mean).transpose(-2, -1)
+    if form.own:
+        minus = times(add(update, s), dbeta) if form.mode == "proximal" else product(s, dbeta, update)  # -dalpha
+        dweight = dweight - to_groups @ minus
+        dmembership = add(dmembership, minus @ -weight.transpose(-2, -1))
+
+    dstrength, dtheta = (a * dweight).sum((-2, -1), keepdim=True), None
+    dgate = dstrength if form.mode == "listing" else 2 * gate * dstrength
     if form.mode == "proximal":
         assert theta is not None
-        step = by_head(theta)
-        strength = step * gate.square()  # t
-        shrink = 1 / (1 + strength * alpha)
-        pull = beta - alpha * s
-        update = strength * shrink * pull
-        slope = dupdate * shrink  # dbeta / t
-        dstrength = (slope * (beta - alpha * (s + update))).sum((-2, -1))
-        dgate = dstrength * 2 * (step * gate).squeeze(-1).squeeze(-1)
-        dtheta = dstrength * gate.square().squeeze(-1).squeeze(-1)  # (b, k)
-        dtheta = dtheta.sum() if theta.numel() == 1 else dtheta.sum(0)
-        dbeta = strength * slope
-        dalpha = -dbeta * (s + update)
-        dprojected = -dbeta * alpha
-    else:
-        pull = beta - alpha * s if form.own else beta
-        update = gate**form.power * pull
-        dbeta = gate**form.power * dupdate
-        dgate = form.power * gate.squeeze(-1).squeeze(-1) ** (form.power - 1) * (dupdate * pull).sum((-2, -1))
-        dalpha = -dbeta * s if form.own else torch.zeros_like(dbeta)
-        dprojected = -dbeta * alpha if form.own else torch.zeros_like(dbeta)
+        dtheta = (gate.square() * dstrength).sum(0)
+        dgate, dtheta = mixture.by_head(theta) * dgate, dtheta if theta.numel() > 1 else dtheta.sum()
+    bent = strength * a.square() * dweight  # a^2 da
+    dgate = dgate - 2 * gate * (spread * bent).sum((-2, -1), keepdim=True)
 
-    both = torch.cat((dalpha, dbeta), -1)
-    sum_alpha, sum_beta = (pi.transpose(-2, -1) @ both).chunk(2, -1)  # (b, k, g, p) each
-    bent = a.square() * (sum_alpha + mean * sum_beta)  # a^2 da
-    dgate = dgate - 2 * gate.squeeze(-1).squeeze(-1) * (spread * bent).sum((-2, -1))
     mass = divisor(steps.mass).unsqueeze(-1)
     # where rounding has clamped a spread at 0 the slope is still that of the true one
-    e, dmean = -gate.square() * bent / mass, a * sum_beta / mass
+    e, dmean = -gate.square() * bent / mass, weight * sum_beta / mass
     f = dmean - 2 * e * mean
     constant = (e * (mean.square() - spread) - mean * dmean).sum(-1)  # (b, k, g)
-    by_square, by_value = (pi @ torch.cat((e, f), -1)).chunk(2, -1)
-    dprojected = dprojected + 2 * s * by_square + by_value
-    rows = torch.cat((both, s.square(), s), -1) @ torch.cat((a, a * mean, e, f), -1).transpose(-2, -1)
-    return _Core(dprojected, rows + constant.unsqueeze(-2), None if steps.gate is None else dgate, dtheta), update
+    square = product(s, s, update)
+    dmembership = add(add(dmembership, square @ e.transpose(-2, -1)), s @ f.transpose(-2, -1))
+    dprojected = plus(matmul(pi, f, scratch), matmul(pi, 2 * e, square), s)
+    if form.own:
+        dprojected = plus(dprojected, alpha, dbeta, -1.0)
+    dmembership = add(dmembership, constant.unsqueeze(-2))
+    return _Core(dprojected, dmembership, None if steps.gate is None else dgate.squeeze(-1).squeeze(-1), dtheta)
 
 
-def _key_pullback(steps: MixtureSteps, form: MixtureForm, grid: Grid, dmembership: Tensor) -> Tensor:
+def _key_pullback(keys: Tensor, rounds: list[Tensor], form: MixtureForm, grid: Grid, dmembership: Tensor) -> Tensor:
     """From the memberships of the last round to the keys, round by round."""
-    keys = wide(steps.keys)
-    q, n = mixture.unit(keys, form), keys.shape[-2]
-    cells = mixture.cell_means(n, grid, form.groups, device=q.device, dtype=q.dtype)
-    rounds = [steps.membership] if form.rounds == 1 else mixture.memberships_of(steps.keys, form, grid)
+    q = mixture.unit(keys, form)
+    cells = mixture.cell_means(q.shape[-2], grid, form.groups, device=q.device, dtype=q.dtype)
     dq = torch.zeros_like(q)
     for i in reversed(range(form.rounds)):
         before = rounds[i - 1] if i else cells.transpose(-2, -1)  # what the centres of this round are means of
         mass = divisor(before.sum(-2)).unsqueeze(-1) if i else 1.0
         centre = before.transpose(-2, -1) @ q / mass
-        pi = rounds[i]
-        dlogits = form.sharpness * pi * (dmembership - (pi * dmembership).sum(-1, keepdim=True))
-        dq = dq + dlogits @ mixture.unit(centre, form)
-        dcentre = _unit_pullback(centre, dlogits.transpose(-2, -1) @ q, form) / mass
-        dq = dq + before @ dcentre
+        share = rounds[i] * dmembership
+        dlogits = plus(share, rounds[i], share.sum(-1, keepdim=True), -1.0)
+        dq = add(dq, dlogits @ (form.sharpness * mixture.unit(centre, form)))
+        dcentre = _unit_pullback(centre, form.sharpness * (dlogits.transpose(-2, -1) @ q), form) / mass
+        dq = add(dq, before @ dcentre)
         if i:
             dmembership = q @ dcentre.transpose(-2, -1) - (centre * dcentre).sum(-1).unsqueeze(-2)
     return _unit_pullback(keys, dq, form)

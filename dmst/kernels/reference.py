@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmst import rotary
-from dmst.kernels.arithmetic import cast, in_place, product, times, wide
+from dmst.kernels.arithmetic import add, cast, product, times, wide
 from dmst.kernels.form import GATE, MEMBERSHIP, Form, Weights
 
 if TYPE_CHECKING:
@@ -190,5 +190,6 @@ def project_out(update: Tensor, weights: Weights, dtype: torch.dtype) -> Tensor:
     out = F.linear(flat, weight.to(dtype))
     if weights.out_bias is None:
         return out
-    bias = weights.out_bias.to(dtype)  # added apart: with a bias F.linear hands out a view, which nobody may change in place
-    return out.add_(bias) if in_place() else out + bias
+    return add(
+        out, weights.out_bias.to(dtype)
+    )  # apart: with a bias F.linear hands out a view, which nobody may change in place
