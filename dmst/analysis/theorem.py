@@ -11,7 +11,8 @@
         gate         R(P_dec, U) - R(P_dec, g U)        so is a smaller gate
 
 Only `membership` is an effect of modelling. What is true (Theorem 1'): with P_dec <= P_coup entry by entry and g <= 1 the claim
-holds; `premise` is the share of images where that is so. Numbers are by image, in nats.
+holds; `premise` is the share of images where that is so. Numbers are by image, in nats. Layers without
+memberships in heads (softmax attention; GMSA, whose memberships are in groups) have none.
 """
 
 from __future__ import annotations

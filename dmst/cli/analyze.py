@@ -393,7 +393,7 @@ TESTED = {
     "road": "deletion, patches filled in from their neighbours; small is good",
 }
 ORDERS = {
-    "membership": "memberships of the head with the largest gate, or of its largest group",
+    "membership": "memberships of the head with the largest gate, or its largest group",
     "gated": "memberships times gates, summed over the heads",
     "attention": "attention that a patch receives",
     "gradient": "gradient times input (no map of the layer)",
