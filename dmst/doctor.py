@@ -24,17 +24,24 @@ from torch import Tensor
 
 import dmst
 from dmst.errors import in_one_line
-from dmst.kernels import choice, closed_form, reference, silent
+from dmst.kernels import choice, closed_form, mixture, mixture_closed_form, reference, silent
 from dmst.kernels.attempt import anew
 from dmst.operators import OPERATORS, create
 from dmst.operators.family import TokenStatistics
+from dmst.operators.gmsa import GMSA
 from dmst.terminal import Terminal, say
 
 PACKAGES = ("triton", "numpy", "pillow", "safetensors", "torchvision", "timm")
 WIDTH, HEADS = 384, 8
 SHAPE = 2, 401, WIDTH  # of the self-test: here leaving six of eight heads out pays
 BARS = {torch.float32: (1e-6, 2e-6), torch.bfloat16: (5e-3, 1e-2), torch.float16: (1e-3, 2e-3)}  # output, gradients
-KERNELS = {closed_form.attend: "closed form", silent.attend: "silent heads skipped", reference.attend: "reference"}
+KERNELS = {
+    closed_form.attend: "closed form",
+    mixture_closed_form.attend: "closed form",
+    silent.attend: "silent heads skipped",
+    reference.attend: "reference",
+    mixture.attend: "reference",
+}
 
 
 def diagnose() -> dict[str, Any]:
@@ -98,18 +105,27 @@ def operator_table(device: torch.device) -> list[dict[str, str]]:
             training = inference = "-"
             why = f"cannot be built: {in_one_line(error)}"
         else:
-            if isinstance(operator, TokenStatistics):
+            if isinstance(operator, TokenStatistics | GMSA):
                 training, inference = (kernel_of(operator, device, dtype, grad) for grad in (True, False))
-                why = choice.verdict(device, dtype, operator.form, WIDTH, "auto").why
+                why = why_of(operator, device, dtype)
         rows.append({"operator": name, "training": training, "inference": inference, "why": why})
     return rows
 
 
-def kernel_of(operator: TokenStatistics, device: torch.device, dtype: torch.dtype, grad: bool) -> str:
+def kernel_of(operator: TokenStatistics | GMSA, device: torch.device, dtype: torch.dtype, grad: bool) -> str:
     """Float32 tokens, and products in `dtype`, as autocast has them."""
     with choice.use_kernels("auto"), torch.set_grad_enabled(grad):
         z = torch.empty(SHAPE, device=device)
+        if isinstance(operator, GMSA):
+            return KERNELS.get(choice.mixture_kernel_for(z, operator.weights(), operator.form, dtype), "fused")
         return KERNELS.get(choice.kernel_for(z, operator.weights(), operator.form, dtype), "fused")
+
+
+def why_of(operator: TokenStatistics | GMSA, device: torch.device, dtype: torch.dtype) -> str:
+    if not isinstance(operator, GMSA):
+        return choice.verdict(device, dtype, operator.form, WIDTH, "auto").why
+    with choice.use_kernels("auto"):
+        return choice.mixture_problem(torch.empty(SHAPE, device=device), operator.form, dtype) or "fits in one program"
 
 
 def usual_dtype(device: torch.device) -> torch.dtype:

@@ -15,7 +15,7 @@ from dmst.models import VisionModel, create_model
 from dmst.models.residual import Residual
 from dmst.operators import OPERATORS
 from dmst.operators.orthonormal import OrthonormalLinear
-from tests.cases import excite
+from tests.cases import FEW, excite
 
 F64 = torch.float64
 SMALL: dict[str, Any] = {"dim": 24, "depth": 2, "num_heads": 3, "img_size": (32, 48), "num_classes": 7}
@@ -23,16 +23,25 @@ GRID, BATCH = (2, 3), 5
 DROPS = {"drop_rate": 0.2, "proj_drop_rate": 0.3, "drop_path_rate": 0.4}
 
 Case = tuple[str, dict[str, Any]]
-FAMILIES: list[Case] = [("dmst_tiny", {}), ("tost_tiny", {}), ("vit_tiny", {}), ("crate_tiny", {}), ("dmst_cifar", {})]
+FAMILIES: list[Case] = [
+    ("dmst_tiny", {}),
+    ("gmst_tiny", FEW["gmsa"]),
+    ("tost_tiny", {}),
+    ("vit_tiny", {}),
+    ("crate_tiny", {}),
+    ("dmst_cifar", {}),
+]
 OPTIONS: list[Case] = [
     ("dmst_tiny", {"mode": "equation", "rotary": "2d"}),
     ("dmst_tiny", {"mode": "proximal"}),
+    ("gmst_tiny", FEW["gmsa"] | {"mode": "proximal", "key_rotary": "2d"}),
     ("vit_tiny", {"operator": "tpsusa", "mode": "proximal"}),
     ("tost_tiny", {"position_scores": "2d", "position": "learned", "layer_scale": None}),
     ("crate_tiny", {"relaxed": 0.3, "feedforward": "mlp", "readout": "mean"}),
     ("vit_tiny", {"operator": "dmsa", "feedforward": "local"}),
 ]
-CASES = FAMILIES + OPTIONS + [(("tost_tiny", "vit_tiny")[i % 2], {"operator": x}) for i, x in enumerate(OPERATORS)]
+SKELETONS = ("tost_tiny", "vit_tiny")
+CASES = FAMILIES + OPTIONS + [(SKELETONS[i % 2], {"operator": x} | FEW.get(x, {})) for i, x in enumerate(OPERATORS)]
 
 
 def label(case: Case) -> str:

@@ -29,7 +29,7 @@ def arm(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callab
 
 def test_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = arm(objective, monkeypatch)
-    public = {name for name in vars(objective) if name.endswith("_rate")} | {"rate_reduction"}
+    public = {name for name in vars(objective) if name.endswith("_rate") and name[0] != "_"} | {"rate_reduction"}
     assert public <= set(rates) | {"membership_rate"}  # which is another name of group_rate
     z, membership = torch.randn(2, 7, 11), torch.rand(2, 3, 7)
     projected, subspaces = torch.randn(2, 3, 7, 5), torch.randn(3, 11, 5)
@@ -38,11 +38,14 @@ def test_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rates["subspace_rate"](z, subspaces, eps=0.5).shape == (2,)
     assert rates["projected_rate"](projected, membership, eps=0.5).shape == (2,)
     assert rates["variational_rate"](projected, membership, torch.rand(2, 3), eps=0.5).shape == (2,)
+    groups = torch.rand(2, 3, 4, 7)
+    assert rates["mixture_rate"](projected, groups, torch.rand(2, 3), eps=0.5).shape == (2,)
     assert rates["complete_rate"](z, subspaces, membership, eps=0.5).shape == (2,)
     for name, arguments in (
         ("group_rate", (z, membership.mT)),
         ("variational_rate", (projected, membership, torch.rand(3, 2))),
         ("variational_rate", (projected.transpose(1, 2), membership)),
+        ("mixture_rate", (projected, groups.mT)),
         ("complete_rate", (z, subspaces.mT, membership)),
     ):
         with pytest.raises(REFUSED):

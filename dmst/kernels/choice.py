@@ -240,7 +240,7 @@ def mixture_kernel_for(
     if tracing.exported() or tracing.dual():
         return mixture.attend
     if not tracing.transformed():
-        problem = _mixture_problem(z, form, dtype)
+        problem = mixture_problem(z, form, dtype)
         if not problem:
             return _fused_mixture
         if _chosen == "fused":
@@ -251,7 +251,7 @@ def mixture_kernel_for(
     return mixture_closed_form.attend if wanted else mixture.attend
 
 
-def _mixture_problem(z: Tensor, form: mixture.MixtureForm, dtype: torch.dtype) -> str:
+def mixture_problem(z: Tensor, form: mixture.MixtureForm, dtype: torch.dtype) -> str:
     """Why the fused kernel of GMSA does not serve; nothing where it does."""
     if _chosen == "reference":
         return 'use_kernels("reference")'

@@ -15,10 +15,18 @@ from torch import Tensor, nn
 import dmst
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
+from tests.cases import FEW
 
 SMALL = {"dim": 32, "depth": 3, "num_heads": 2}
 GRID = (3, 2)
-FAMILIES = ["dmst_tiny_patch16_224", "tost_small_patch8_224", "vit_tiny_patch16_224", "crate_tiny_patch8_224", "dmst_cifar"]
+FAMILIES = [
+    "dmst_tiny_patch16_224",
+    "gmst_tiny_patch8_224",
+    "tost_small_patch8_224",
+    "vit_tiny_patch16_224",
+    "crate_tiny_patch8_224",
+    "dmst_cifar",
+]
 
 every_model = pytest.mark.parametrize("name", MODELS, ids=timm_name)
 one_of_each = pytest.mark.parametrize("name", FAMILIES, ids=timm_name)
@@ -26,8 +34,9 @@ one_of_each = pytest.mark.parametrize("name", FAMILIES, ids=timm_name)
 
 def small(name: str, **options: Any) -> dict[str, Any]:
     """Keywords that make a named model small."""
-    patch = model_config(name).patch_size
-    return SMALL | {"img_size": (GRID[0] * patch, GRID[1] * patch)} | options
+    config = model_config(name)
+    few = FEW.get(options.get("operator", config.operator), {})
+    return SMALL | few | {"img_size": (GRID[0] * config.patch_size, GRID[1] * config.patch_size)} | options
 
 
 def create(name: str, **options: Any) -> Any:

@@ -109,6 +109,36 @@ def test_proximal(size: str, expected: int) -> None:
     assert count(f"dmst_{size}", operator="tpsusa", mode="proximal", num_classes=10) == expected
 
 
+# --- GMSA, ours -------------------------------------------------------------------------------------------------------
+
+GMST: dict[str, tuple[int, int]] = {  # 10 and 1000 classes
+    "tiny": (5_733_346, 5_924_416),
+    "small": (22_832_314, 23_213_464),
+    "medium": (72_634_954, 73_142_824),
+    "large": (164_526_442, 165_287_752),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gmst(size: str) -> None:
+    """Beside DMSA: keys of width 16 with a bias, and no bias of the subspaces. The number of groups changes no count."""
+    options: dict[str, Any] = {"key_dim": 16, "gate_activation": "gelu", "mode": "listing"}
+    config = model_config(f"gmst_{size}")
+    d, keys, depth = config.dim, 16 * config.num_heads, config.depth
+    for classes, expected in zip((10, 1000), GMST[size], strict=True):
+        dmsa = TABLE[size, classes][1]
+        assert count(f"gmst_{size}", num_classes=classes, **options) == expected == dmsa + depth * (keys * (d + 1) - d)
+    found = count(f"gmst_{size}", groups=4, num_classes=10, **options)
+    assert found == GMST[size][0]
+    without = {
+        name: found - count(f"gmst_{size}", num_classes=10, **options | {key: name})
+        for key, name in (("gate_activation", "none"), ("mode", "equation"), ("mode", "proximal"))
+    }
+    assert without["none"] == depth * d * config.num_heads
+    assert without["equation"] == depth * (d * d + d)  # the output, weight and bias
+    assert without["proximal"] == without["equation"] + depth * (d - 1 - config.num_heads)  # a step size per head, one scale
+
+
 # --- what the paper prints -------------------------------------------------------------------------------------------
 
 

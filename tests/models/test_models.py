@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
-from dmst.errors import OptionError
+from dmst.errors import OptionError, ShapeError
 from dmst.models import Trace, VisionModel, create_model
 from dmst.operators.orthonormal import OrthonormalLinear
 from tests.cases import gradients, relative
@@ -35,9 +35,13 @@ from tests.networks import (
 
 @every
 def test_any_size_that_the_patch_divides(case: Case) -> None:
-    """One tensor out, in training and evaluation, also at sizes it was not built for."""
+    """One tensor out, in training and evaluation, also at sizes it was not built for. GMSA refuses too few patches."""
     model = build(case)
-    for size in ((32, 48), (48, 32), (16, 16), (96, 80)):
+    sizes = [(32, 48), (48, 32), (16, 16), (96, 80)]
+    if model.blocks[0].operator.least_tokens > 1:
+        with pytest.raises(ShapeError, match=r"larger images"):
+            model(images(sizes.pop(2), 2))
+    for size in sizes:
         for training in (True, False):
             logits = model.train(training)(images(size, 2))
             assert type(logits) is Tensor and logits.shape == (2, 7) and logits.dtype == F64

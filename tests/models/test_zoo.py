@@ -18,7 +18,7 @@ from dmst.models import ModelConfig, VisionModel, create_model, list_models, mod
 from dmst.models.zoo import ALIASES, MODELS
 
 SMALL: dict[str, Any] = {"dim": 24, "depth": 1, "num_heads": 3, "img_size": 32, "num_classes": 5}
-FAMILIES = ("dmst", "tost", "vit", "crate")
+FAMILIES = ("dmst", "gmst", "tost", "vit", "crate")
 
 
 def tiny(name: str = "dmst_tiny", **options: Any) -> VisionModel:
@@ -50,13 +50,14 @@ def test_families_differ_where_they_should() -> None:
         return c.operator, c.stem, c.position, c.feedforward, c.readout, c.qkv_bias
 
     assert parts("dmst_tiny") == ("dmsa", "conv", "fourier", "mlp", "class_attention", True)
+    assert parts("gmst_tiny") == ("gmsa", "conv", "fourier", "mlp", "class_attention", True)
     assert parts("tost_tiny") == ("tssa", "conv", "fourier", "mlp", "class_attention", True)
     assert parts("vit_tiny") == ("mhsa", "patch", "learned", "mlp", "token", True)
     assert parts("crate_tiny") == ("mssa", "norm_patch", "learned", "ista", "token", False)
     assert parts("vit_cifar") == ("mhsa", "conv", "fourier", "mlp", "mean", True)
     assert parts("crate_cifar") == ("mssa", "conv", "fourier", "ista", "mean", False)
     dmst_cifar = model_config("dmst_cifar")
-    for family in ("tost", "vit"):  # one skeleton: only the operator differs
+    for family in ("gmst", "tost", "vit"):  # one skeleton: only the operator differs
         assert replace(model_config(f"{family}_cifar"), operator="dmsa", name="dmst_cifar") == dmst_cifar
 
 
@@ -72,9 +73,9 @@ def test_short_names() -> None:
 def test_patterns() -> None:
     assert list_models() == sorted(MODELS)
     assert list_models("dmst_tiny*") == ["dmst_tiny_patch16_224", "dmst_tiny_patch8_224"]
-    assert list_models("*cifar") == ["crate_cifar", "dmst_cifar", "tost_cifar", "vit_cifar"]
+    assert list_models("*cifar") == ["crate_cifar", "dmst_cifar", "gmst_cifar", "tost_cifar", "vit_cifar"]
     assert list_models("dmst_tiny") == list_models("dmst_tiny*")
-    assert list_models("tiny_patch8") == [f"{family}_tiny_patch8_224" for family in ("crate", "dmst", "tost", "vit")]
+    assert list_models("tiny_patch8") == [f"{family}_tiny_patch8_224" for family in ("crate", "dmst", "gmst", "tost", "vit")]
     assert list_models("resnet") == []
 
 
