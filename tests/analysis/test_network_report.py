@@ -211,16 +211,18 @@ def test_maps_are_those_of_their_image(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_maps_of_groups_have_their_colours() -> None:
     """On white: the colour of the group that a patch belongs to most, mixed by its membership."""
     network, (images, _) = small("gmst_digits", groups=6), sample(3)
-    trace = network.trace(images)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+        trace = network.trace(images)
     found = maps_of(network, images)
     assert found is not None and found["grouped"] and len(found["rows"][0]) == 2
-    member = trace.layers[1].parts.membership[2, 0].detach().view(6, 8, 8)
-    tile = found["rows"][2][0][1][1]["pixels"]
-    for row, column in ((0, 0), (3, 5), (7, 7)):
-        share, group = member[:, row, column].max(0)
-        strength = 0.7 + 0.3 * share.item()
-        expected = (1 - strength) * 255 + strength * PALETTE[group].astype(float)
-        assert np.abs(tile[row, column] - expected).max() <= 1
+    member = trace.layers[1].parts.membership[:, 0].unflatten(-1, (8, 8))
+    assert not torch.equal(member[0].argmax(0), member[2].argmax(0))
+    share, group = member[2].max(0)
+    strength = 0.7 + 0.3 * share.double().numpy()[..., None]
+    expected = (1 - strength) * 255 + strength * PALETTE[group.numpy()]
+    assert np.abs(found["rows"][2][0][1][1]["pixels"] - expected).max() <= 1
 
 
 # --- of weights --------------------------------------------------------------------------------------------------------
