@@ -90,14 +90,14 @@ def _cells(token, group, n, rows, columns, down, across):
 
 @triton.jit
 def _statistics(
-    s, keys, token, group, n, rows, columns, down, across, sharpness, w,
-    G: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
+    s, keys, token, group, n, rows, columns, down, across, w,
+    SHARPNESS: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """q, its 1/length, cells, 1/size, centres, their unit and 1/length, pi, 1/mass, mean, spread, attenuation."""
     q, length = _unit(keys, UNIT)
     cells, size = _cells(token, group, n, rows, columns, down, across)
     centre, centre_length = _unit(_dot(tl.trans(cells), q, EXACT) * size[:, None], UNIT)
-    logits = sharpness * _dot(q, tl.trans(centre), EXACT)
+    logits = SHARPNESS * _dot(q, tl.trans(centre), EXACT)
     logits = tl.where(group[None, :] < G, logits, -float("inf"))
     pi = tl.exp(logits - tl.max(logits, 1)[:, None])
     pi = pi / tl.sum(pi, 1)[:, None]
@@ -112,7 +112,7 @@ def _statistics(
 
 @triton.jit
 def _forward(
-    projected_ptr, keys_ptr, w_ptr, t_ptr, update_ptr, n, rows, columns, down, across, sharpness,
+    projected_ptr, keys_ptr, w_ptr, t_ptr, update_ptr, n, rows, columns, down, across, SHARPNESS: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr,
     EXACT: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +122,7 @@ def _forward(
     keys = _load(keys_ptr, token, key, n, K, R)
     w, t = tl.load(w_ptr + tl.program_id(0)), tl.load(t_ptr + tl.program_id(0))
     _, _, _, _, _, _, pi, _, mean, _, a = _statistics(
-        s, keys, token, group, n, rows, columns, down, across, sharpness, w, G, UNIT, EXACT
+        s, keys, token, group, n, rows, columns, down, across, w, SHARPNESS, G, UNIT, EXACT
     )
     update = _dot(pi, a * mean, EXACT)
     if MODE != NO_OWN:
@@ -136,7 +136,7 @@ def _forward(
 @triton.jit
 def _backward(
     projected_ptr, keys_ptr, w_ptr, t_ptr, dupdate_ptr, dprojected_ptr, dkeys_ptr, dw_ptr, dt_ptr,
-    n, rows, columns, down, across, sharpness,
+    n, rows, columns, down, across, SHARPNESS: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr,
     EXACT: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +147,7 @@ def _backward(
     dupdate = _load(dupdate_ptr, token, channel, n, K, P)
     w, t = tl.load(w_ptr + tl.program_id(0)), tl.load(t_ptr + tl.program_id(0))
     q, length, cells, size, centre, centre_length, pi, per_mass, mean, spread, a = _statistics(
-        s, keys, token, group, n, rows, columns, down, across, sharpness, w, G, UNIT, EXACT
+        s, keys, token, group, n, rows, columns, down, across, w, SHARPNESS, G, UNIT, EXACT
     )
     beta = _dot(pi, a * mean, EXACT)
     pi_turned = tl.trans(pi)
@@ -182,7 +182,7 @@ def _backward(
     ds += 2.0 * s * _dot(pi, e, EXACT) + _dot(pi, f, EXACT)
     _store(dprojected_ptr, ds, token, channel, n, K, P)
     dpi += _dot(s * s, tl.trans(e), EXACT) + _dot(s, tl.trans(f), EXACT) + constant[None, :]
-    dlogits = sharpness * pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
+    dlogits = SHARPNESS * pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
     dcentre = _unit_pullback(_dot(tl.trans(dlogits), q, EXACT), centre, centre_length, UNIT) * size[:, None]
     dq = _dot(dlogits, centre, EXACT) + _dot(cells, dcentre, EXACT)
     _store(dkeys_ptr, _unit_pullback(dq, q, length, UNIT), token, key, n, K, R)
@@ -199,7 +199,7 @@ def _launch(kernel: Any, tensors: list[Tensor], heads: int, sizes: list[int], sh
     shape = {"TOKENS": n, "CHANNELS": p, "KEYS": r, "GROUPS": groups}
     padded = {name: max(16, triton.next_power_of_2(size)) for name, size in shape.items()}
     (kernel if interpreted() else wrap_triton(kernel))[(b * heads,)](
-        *tensors, n, *cells, sharpness, K=heads, P=p, R=r, G=groups, MODE=mode, UNIT=unit,
+        *tensors, n, *cells, SHARPNESS=sharpness, K=heads, P=p, R=r, G=groups, MODE=mode, UNIT=unit,
         EXACT=projected.dtype == torch.float32, **padded, num_warps=8 if padded["TOKENS"] > 128 else 4,
     )  # fmt: skip
 
