@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 # name -> the module it lives in; imported when first asked for, so that `import dmst` is quick and quiet
 _HOMES = {
     "DMSA": "dmst.operators",
+    "GMSA": "dmst.operators",
     "TSSA": "dmst.operators",
     "OPERATORS": "dmst.operators",
     "Parts": "dmst.operators",
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
     from dmst import analysis, errors, kernels, models, objective, operators, rotary, sparsemax, testing
     from dmst.kernels import use_kernels
     from dmst.models import ModelConfig, VisionModel, create_model, freeze, list_models, load_model, save_model
-    from dmst.operators import DMSA, OPERATORS, TSSA, Parts, Spatial
+    from dmst.operators import DMSA, GMSA, OPERATORS, TSSA, Parts, Spatial
 
 __all__ = [
-    "DMSA", "OPERATORS", "TSSA", "ModelConfig", "Parts", "Spatial", "VisionModel", "__version__",
+    "DMSA", "GMSA", "OPERATORS", "TSSA", "ModelConfig", "Parts", "Spatial", "VisionModel", "__version__",
     "analysis", "create_model", "errors", "freeze", "kernels", "list_models", "load_model", "models", "objective", "operators",
     "rotary", "save_model", "sparsemax", "testing", "use_kernels",
 ]  # fmt: skip

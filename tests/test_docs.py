@@ -105,7 +105,7 @@ def test_the_accuracies_in_the_readme_are_those_of_the_cards() -> None:
 def test_the_sizes_in_the_documents_are_those_of_the_code() -> None:
     text = (ROOT / "docs/models.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \| [^|]+ \| ([\d,]+) \| ([\d,]+) \|$", text, re.MULTILINE)
-    assert len(rows) == 17
+    assert len(rows) == 21
     for name, dim, depth, heads, ten, thousand in rows:
         config = model_config(name)
         assert (config.dim, config.depth, config.num_heads) == (int(dim), int(depth), int(heads))
