@@ -99,6 +99,26 @@ def test_parts_are_moments_of_the_groups() -> None:
         assert relative(parts.means[b, k, g], mean) < 1e-12 and relative(parts.spreads[b, k, g], spread) < 1e-10
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("normalize_keys", [False, True])
+def test_memberships_and_gate_by_hand(rounds: int, normalize_keys: bool) -> None:
+    """Centres are means of cells, in later rounds means by the memberships before; the softmax is over groups."""
+    operator, z = gmsa(rounds=rounds, normalize_keys=normalize_keys), spread_tokens(13)
+    parts = operator.decompose(z, grid=(3, 4))
+    q = (z @ operator.key.weight.T + operator.key.bias).unflatten(-1, (3, 6)).transpose(1, 2)  # (b, k, n, r)
+    q = q / q.norm(dim=-1, keepdim=True) if normalize_keys else q
+    cell = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [2, 2, 3, 3]]).flatten()
+    weight = torch.nn.functional.one_hot(cell, 4).T.to(F64)
+    weight = torch.cat((torch.zeros(4, 1, dtype=F64), weight), 1).expand(2, 3, 4, 13)  # a token before the patches
+    for _ in range(rounds):
+        centre = torch.stack([(weight[:, :, g, :, None] * q).sum(2) / weight[:, :, g].sum(-1)[..., None] for g in range(4)], 2)
+        centre = centre / centre.norm(dim=-1, keepdim=True) if normalize_keys else centre
+        weight = torch.einsum("bknr,bkgr->bkgn", q, centre).mul(8 if normalize_keys else 6**-0.5).softmax(2)
+    assert relative(parts.membership, weight) < 1e-12
+    score = z.mean(1) @ operator.gate.weight.T
+    assert relative(parts.gate, 3 * torch.nn.functional.gelu(score)) < 1e-12
+
+
 # --- descent -----------------------------------------------------------------------------------------------------------
 
 THETAS = [0.01, 0.3, 1.0, 30.0, 1e4, (0.01, 10.0, 1e4)]
