@@ -29,6 +29,11 @@ def free(buffer: Tensor | None, dtype: torch.dtype) -> TypeGuard[Tensor]:
     return buffer is not None and buffer.dtype == dtype and in_place()
 
 
+def reshaped(done: Tensor, shape: torch.Size) -> Tensor | None:
+    """A tensor whose content is done with, as a buffer of another shape; None, and no guard on sizes, if none is allowed."""
+    return done.reshape(shape) if in_place() else None
+
+
 def add(mine: Tensor, other: Tensor) -> Tensor:
     """mine + other, into `mine`, which nobody else may read afterwards."""
     return mine.add_(other) if in_place() else mine + other

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from dmst import rotary
 from dmst.errors import ShapeError, shown
-from dmst.kernels.arithmetic import add, cast, free, matmul, over, plus, product, wide
+from dmst.kernels.arithmetic import add, cast, free, matmul, over, plus, product, reshaped, wide
 from dmst.kernels.form import GATE
 
 UNIT_SHARPNESS = 8.0  # of the softmax over groups, where keys have length 1
@@ -105,7 +105,7 @@ def take_steps(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid
     projected = split(flat, form)
     keys = split(F.linear(turned.to(dtype), weights.key.to(dtype), cast(weights.key_bias, dtype)), form)
     pooled = None if weights.gate is None else token_mean(turned) @ wide(weights.gate).transpose(-2, -1)
-    return steps_from(projected, keys, pooled, form, grid, flat.reshape(projected.shape))
+    return steps_from(projected, keys, pooled, form, grid, reshaped(flat, projected.shape))
 
 
 def steps_from(

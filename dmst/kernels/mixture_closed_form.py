@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from dmst import rotary
 from dmst.kernels import mixture
-from dmst.kernels.arithmetic import add, matmul, over, plus, product, times, wide
+from dmst.kernels.arithmetic import add, matmul, over, plus, product, reshaped, times, wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import GATE
 from dmst.kernels.mixture import Grid, MixtureForm, MixtureSteps, MixtureWeights, divisor
@@ -121,7 +121,7 @@ def pull_back(
         grads["out_bias"] = wide(tokens_out).sum(0)
 
     # the core, then the two projections of the tokens
-    core = _core_pullback(steps, weights.theta, form, alpha, update, dupdate, dflat.reshape(dupdate.shape))
+    core = _core_pullback(steps, weights.theta, form, alpha, update, dupdate, reshaped(dflat, dupdate.shape))
     if core.theta is not None:
         grads["theta"] = core.theta
     dkeys = _key_pullback(wide(steps.keys), rounds, form, grid, core.membership)
@@ -135,7 +135,7 @@ def pull_back(
         grads["key"] = dkey_flat.flatten(0, 1).mT @ turned.to(dtype).flatten(0, 1)
     if wanted.key_bias:
         grads["key_bias"] = wide(dkey_flat).sum((0, 1))
-    dturned = wide(matmul(dkey_flat, weights.key.to(dtype), alpha.reshape(z.shape))) if wants_z else None
+    dturned = wide(matmul(dkey_flat, weights.key.to(dtype), reshaped(alpha, z.shape))) if wants_z else None
 
     # the gate
     if core.gate is not None:
@@ -147,7 +147,7 @@ def pull_back(
             dturned = add(dturned, (dpooled @ wide(weights.gate) / z.shape[-2]).unsqueeze(-2))
     dz = None
     if dturned is not None:
-        dprojected = matmul(dflat, weights.subspace.to(dtype), dupdate.reshape(z.shape))
+        dprojected = matmul(dflat, weights.subspace.to(dtype), reshaped(dupdate, z.shape))
         dz = add(_turn_back(dturned, form, grid), dprojected).to(z.dtype)
     pairs = zip(MixtureWeights._fields, weights, strict=True)
     return dz, tuple(None if x is None or name not in grads else grads[name].to(x.dtype).reshape(x.shape) for name, x in pairs)
@@ -168,7 +168,7 @@ def _core_pullback(
     alpha: Tensor,
     update: Tensor,
     dupdate: Tensor,
-    scratch: Tensor,
+    scratch: Tensor | None,
 ) -> _Core:
     """From dupdate to the core's inputs. The last three are written over: the gradient of the coordinates is in `scratch`."""
     a, gate = mixture.attenuation_of(steps)
