@@ -179,10 +179,11 @@ def test_compiled(case: Case) -> None:
 @pytest.mark.compile
 @some
 def test_exported(case: Case) -> None:
-    """One graph for every batch and size; learned positions are resized inside it. A grid of 2d positions is fixed."""
+    """One graph for every batch and size; learned positions are resized inside it. A grid of 2d positions is fixed, and so is
+    one that GMSA cuts into cells."""
     model = build(case, depth=1, readout_depth=1).eval()
     batch, height, width = (torch.export.Dim(axis, min=2, max=8) for axis in ("batch", "height", "width"))
-    fixed = "2d" in case[1].values() or case[1].get("feedforward") == "local"
+    fixed = "2d" in case[1].values() or case[1].get("feedforward") == "local" or model.config.operator == "gmsa"
     shapes = {0: batch} if fixed else {0: batch, 2: 16 * height, 3: 16 * width}
     program = torch.export.export(model, (images((64, 48)),), dynamic_shapes={"images": shapes}).module()
     for size in [(64, 48)] if fixed else [(64, 48), (32, 32), (48, 128)]:
