@@ -30,6 +30,10 @@ def test_what_python_cannot_write_is_refused_by_name() -> None:
     for option in ("dim", "mlp_ratio", "qkv_bias", "stem", "operator", "gate_scale"):
         with pytest.raises(errors.OptionError, match=option):
             model_config("dmst_tiny", **{option: 10**5000})
+    for option in ("groups", "key_dim", "rounds"):
+        for value in (10**5000, 2**63):
+            with pytest.raises(errors.OptionError, match=rf"{option} is .*at most 65,536"):
+                model_config("gmst_tiny", **{option: value})
     with pytest.raises(errors.OptionError, match="gate_scale is 1000"):
         model_config("dmst_tiny", gate_scale=10**400)
     assert errors.number("x", 10**300, -float("inf"), float("inf")) == 1e300

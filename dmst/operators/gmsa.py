@@ -32,6 +32,7 @@ from dmst.operators.orthonormal import OrthonormalLinear
 from dmst.operators.unrolled import Unrolled, weight_and_bias
 
 GATES = (*(name for name in GATE if name != "uniform"), "none")
+MOST = 65_536  # groups, channels of a key, rounds: as many as an image may have patches
 KEY_STD = 0.1  # memberships must differ from the start: with the lineage's .02 all groups begin as one
 
 
@@ -70,8 +71,8 @@ class GMSA(Unrolled):
         bias = lineage_options(GMSA, bias, options)
         super().__init__(dim, num_heads)
         for name, value in (("groups", groups), ("key_dim", key_dim), ("rounds", rounds)):
-            if type(value) is not int or value < 1:
-                raise OptionError(f"{name} is {shown(value)}: it must be a whole number of at least 1.")
+            if type(value) is not int or not 1 <= value <= MOST:
+                raise OptionError(f"{name} is {shown(value)}: it must be a whole number of at least 1 and at most {MOST:,}.")
         rotary.check(key_rotary, dim, "key_rotary")
         choose("mode", mode, MODES)
         choose("gate_activation", gate_activation, GATES)

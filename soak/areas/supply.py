@@ -37,7 +37,7 @@ SPEAKS = {
     "--version": "dmst ", "--help": "train", "models": "dmst_tiny_patch16_224", "operators": "dmsa", "recipes": "cifar10",
     "train --help": "--out", "evaluate --help": "--data", "data list": "cifar100", "doctor": "No problems found.",
 }  # fmt: skip
-FAMILIES = ("dmst_tiny", "tost_tiny", "vit_tiny", "crate_tiny", "dmst_cifar", "vit_digits")
+FAMILIES = ("dmst_tiny", "gmst_tiny", "tost_tiny", "vit_tiny", "crate_tiny", "dmst_cifar", "vit_digits")
 OPTIONAL = {
     "dmst.integrations.timm": "timm",
     "dmst.kernels.fused": "triton",

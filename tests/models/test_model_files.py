@@ -24,12 +24,13 @@ from tests.forged import CONFIG, WEIGHTS, Change, forge, grown, harmed, header_l
 
 BOTH = [CONFIG, WEIGHTS]
 SMALL: dict[str, Any] = {"dim": 16, "depth": 1, "num_heads": 2, "img_size": 16, "num_classes": 3}
-FAMILIES = ("dmst_tiny", "tost_tiny", "vit_tiny", "crate_tiny", "dmst_cifar")
+FAMILIES = ("dmst_tiny", "tost_tiny", "vit_tiny", "crate_tiny", "dmst_cifar", "gmst_cifar")
 
 
 def tiny(name: str = "dmst_tiny", **options: Any) -> VisionModel:
     """A small model in which no tensor is what a fresh one has."""
-    model = create_model(name, **SMALL | options)
+    few = {"groups": 4} if name.startswith("gmst") else {}  # there are 4 x 4 patches
+    model = create_model(name, **SMALL | few | options)
     with torch.no_grad():
         for x in model.state_dict().values():
             x.add_(torch.rand_like(x) if x.is_floating_point() else 3)
