@@ -175,6 +175,28 @@ def in_sixteen_bits(model: VisionModel) -> VisionModel:
     return model
 
 
+class Flat:
+    """Parameters of one kind as views of one tensor, exact and in bfloat16: a step is a few kernels, not a few hundred."""
+
+    def __init__(self, exact: list[nn.Parameter], low: list[nn.Parameter]) -> None:
+        sizes = [-(-p.numel() // 64) * 64 for p in exact]  # kernels like aligned addresses
+        self.exact = torch.zeros(sum(sizes), device=exact[0].device)
+        self.low, self.grad = (torch.zeros_like(self.exact, dtype=low[0].dtype) for _ in range(2))
+        self.exact.grad = torch.zeros_like(self.exact)
+        self.parameters, self.grads, begin = low, list[Tensor](), 0
+        for mine, theirs, size in zip(exact, low, sizes, strict=True):
+            for flat, p in ((self.exact, mine), (self.low, theirs)):
+                p.data = flat[begin : begin + p.numel()].view_as(p).copy_(p.data)
+            self.grads.append(self.grad[begin : begin + mine.numel()].view_as(mine))
+            begin += size
+
+    def gather(self) -> Tensor:
+        """The gradients of the last backward pass, in float32; their norm."""
+        torch._foreach_copy_(self.grads, [p.grad for p in self.parameters])
+        self.exact.grad.copy_(self.grad)
+        return self.exact.grad.norm()
+
+
 class Trainer:
     """One network, one CUDA graph of its step; `start` gives it a fresh seed."""
 
@@ -191,16 +213,16 @@ class Trainer:
         self.step, self.loss = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros((), device=device)
         self.rates = torch.zeros(run.epochs * self.epoch.steps, device=device)
         self.lr = torch.zeros((), device=device)
-        kept = self.exact.no_weight_decay()
-        named = dict(self.exact.named_parameters())
-        decayed = [name for name, p in named.items() if p.ndim > 1 and name not in kept]
-        plain = [name for name in named if name not in decayed]
-        groups = [{"params": [named[n] for n in names], "weight_decay": d} for names, d in ((decayed, run.decay), (plain, 0.0))]
+        kept, low = self.exact.no_weight_decay(), dict(self.model.named_parameters())
+        exact = dict(self.exact.named_parameters())
+        decayed = [name for name, p in exact.items() if p.ndim > 1 and name not in kept]
+        plain = [name for name in exact if name not in decayed and low[name].dtype == torch.bfloat16]
+        rest = [name for name in exact if name not in decayed + plain]  # of batch norms, in float32
+        self.flats = [Flat([exact[n] for n in names], [low[n] for n in names]) for names in (decayed, plain, rest)]
+        decays = (run.decay, 0.0, 0.0)
+        groups = [{"params": [flat.exact], "weight_decay": decay} for flat, decay in zip(self.flats, decays, strict=True)]
         fast = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=self.lr if fast else 0.0, fused=fast, capturable=fast)
-        self.exact_list, self.low_list = (list(m.parameters()) for m in (self.exact, self.model))
-        for p in self.exact_list:
-            p.grad = torch.zeros_like(p)
         by_name = dict(self.exact.named_modules())
         self.bases = [by_name[n].weight for n, m in self.model.named_modules() if isinstance(m, OrthonormalLinear)]
         self.graph: Any = None
@@ -252,14 +274,12 @@ class Trainer:
         if self.device.type != "cuda":
             for group in self.optimizer.param_groups:
                 group["lr"] = float(self.lr)
-        for p in self.low_list:
-            p.grad = None
+        self.model.zero_grad()
         loss = self.forward()
         loss.backward()
-        exact = [p.grad for p in self.exact_list]
-        torch._foreach_copy_(exact, [p.grad for p in self.low_list])
-        norm = torch.stack(torch._foreach_norm(exact)).norm()
-        torch._foreach_mul_(exact, (CLIP / (norm + 1e-6)).clamp(max=1))
+        norm = torch.stack([flat.gather() for flat in self.flats]).norm()
+        for flat in self.flats:
+            flat.exact.grad.mul_((CLIP / (norm + 1e-6)).clamp(max=1))
         self.optimizer.step()
         with torch.no_grad():
             if self.bases:
@@ -267,7 +287,8 @@ class Trainer:
                 for _ in range(4):
                     w = closer(w, damped=True)
                 torch._foreach_copy_(list(self.bases), list(w.unbind()))
-            torch._foreach_copy_(self.low_list, self.exact_list)
+            for flat in self.flats:
+                flat.low.copy_(flat.exact)
             self.loss += loss.detach()
             self.step += 1
 
@@ -348,7 +369,7 @@ def lane(plan: str, cache: Path, ends: float, device: torch.device) -> None:
     claims.mkdir(parents=True, exist_ok=True)
     left = missing(plan)
     while left:
-        left.sort(key=lambda run: trainer is None or run.network != trainer.run.network)  # stable: else the plan's own order
+        left.sort(key=lambda run: (run.stage, trainer is None or run.network != trainer.run.network))  # else the plan's order
         run = left.pop(0)
         if time.time() + run.weight * slow > ends:
             continue

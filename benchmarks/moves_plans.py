@@ -41,9 +41,10 @@ class Run:
     final: bool = False
     seed: int = 0
     compile: bool = True
+    stage: int = 0  # what is run before what
 
     def told(self) -> dict[str, Any]:
-        return {k: v for k, v in asdict(self).items() if k not in ("seed", "compile")}
+        return {k: v for k, v in asdict(self).items() if k not in ("seed", "compile", "stage")}
 
     @property
     def key(self) -> str:
@@ -54,7 +55,7 @@ class Run:
     @property
     def network(self) -> str:
         """Runs with the same can use the same recorded step."""
-        return replace(self, cell="", lr=0.0, seed=0).key
+        return replace(self, lr=0.0).key
 
     @property
     def weight(self) -> float:
@@ -136,4 +137,34 @@ def best_rate(cell: str, lines: Lines) -> float:
     return max(RATES, key=lambda lr: sum(each[lr] for each in whole))
 
 
-PLANS: dict[str, Callable[[Lines], list[Run]]] = {"smoke": smoke, "search": search}
+# data, rows of patches, epochs, mixup, seeds: in the order in which they are run
+FINALS = (
+    ("cifar100", 8, 60, 0.4, (0, 1, 2)),
+    ("tinyimagenet", 16, 5, 0.0, (0, 1, 2)),
+    ("cifar10", 8, 10, 0.0, (0, 1, 2, 3, 4)),
+    ("tinyimagenet", 8, 5, 0.0, (0, 1, 2)),
+    ("svhn", 8, 4, 0.0, (0, 1, 2)),
+    ("cifar100", 8, 60, 0.4, (3, 4)),
+)
+
+
+def search256(lines: Lines) -> list[Run]:
+    """More tokens: do they ask for more groups?"""
+    options = BASE["GMSA"][1]
+    return [
+        Run(f"GMSA, groups {groups}", "gmsa", "tinyimagenet", options | {"groups": groups}, rows=16, epochs=4, lr=2e-3)
+        for groups in (16, 64)
+    ]
+
+
+def finals(lines: Lines) -> list[Run]:
+    """Every operator at its learning rate, on the test images, once."""
+    return [
+        Run(cell, name, data, options, rows, epochs, best_rate(cell, lines), mixup=mixup, final=True, seed=seed, stage=stage)
+        for stage, (data, rows, epochs, mixup, seeds) in enumerate(FINALS)
+        for seed in seeds
+        for cell, (name, options) in BASE.items()
+    ]
+
+
+PLANS: dict[str, Callable[[Lines], list[Run]]] = {"smoke": smoke, "search": search, "search256": search256, "finals": finals}

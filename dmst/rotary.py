@@ -27,6 +27,7 @@ from dmst.errors import OptionError, ShapeError, choose
 
 MODES = ("1d", "2d", "none")
 BASE = 10000.0
+RUN = 16  # tokens, in a compiled graph
 
 
 class Table(NamedTuple):
@@ -122,10 +123,20 @@ def _cached(compute: Callable[..., Any], *key: Any) -> Any:
 
 def _line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
     """The first n rows of a table that is as long as a power of two: a row depends on n and d alone."""
+    if tracing.traced() and not tracing.exported():  # every layer of a compiled graph makes its own: cosines are dear
+        return _line_from(_factors(dim, -(-n // RUN), RUN, False, device, dtype), n)
     if tracing.traced() or tracing.dispatched():  # n may be symbolic
         return _line_of(dim, n, device, dtype)
     whole = _cached(_line_of, dim, max(64, 1 << (n - 1).bit_length()), device, dtype)
     return Table(whole.cos[:n], whole.sin[:n])
+
+
+def _line_from(factors: Factors, n: int) -> Table:
+    """The same by products of two short tables: cos(a + b) = cos a cos b - sin a sin b."""
+    place = torch.arange(n, device=factors.far.cos.device)
+    far, near = place // RUN, place % RUN
+    c, s, d, t = factors.far.cos[far], factors.far.sin[far], factors.near.cos[near], factors.near.sin[near]
+    return Table(*(x.unsqueeze(-1).expand(-1, -1, 2).flatten(1) for x in (c * d - s * t, s * d + c * t)))
 
 
 def _line_of(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:

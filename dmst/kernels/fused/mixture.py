@@ -245,7 +245,7 @@ def attend(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: Grid 
     if weights.gate is None:
         gate = torch.ones(z.shape[0], form.num_heads, dtype=torch.float32, device=z.device)
     else:
-        pooled = mixture.token_mean(turned) @ wide(weights.gate).transpose(-2, -1)
+        pooled = (mixture.token_mean(turned).unsqueeze(-2) * wide(weights.gate)).sum(-1)  # too small for a product of matrices
         gate = form.gate_scale * GATE[str(form.gate)].value(pooled, form)
     w = gate.square()
     t = gate if form.mode == "listing" else w
