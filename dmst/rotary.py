@@ -60,7 +60,7 @@ def table(
         return None
     if mode == "1d":
         return _line(dim, n, device, dtype)
-    return _cached(_plane, dim, *_grid(grid, n), device, dtype)
+    return cached(_plane, dim, *_grid(grid, n), device, dtype)
 
 
 def factors(
@@ -70,8 +70,8 @@ def factors(
     if mode == "none":
         return None
     if mode == "1d":
-        return _cached(_factors, dim, -(-n // step), step, False, device, dtype)
-    return _cached(_factors, dim, *_grid(grid, n), True, device, dtype)
+        return cached(_factors, dim, -(-n // step), step, False, device, dtype)
+    return cached(_factors, dim, *_grid(grid, n), True, device, dtype)
 
 
 def _grid(grid: Any, n: int) -> tuple[int, int]:
@@ -102,8 +102,8 @@ _TABLES: dict[tuple, Any] = {}
 _KEPT = 64
 
 
-def _cached(compute: Callable[..., Any], *key: Any) -> Any:
-    """compute(*key), kept for the next call."""
+def cached(compute: Callable[..., Any], *key: Any) -> Any:
+    """compute(*key), kept for the next call. The key ends with device and dtype. Nobody may write into what is kept."""
     device = key[-2]
     if tracing.traced() or tracing.dispatched():
         return compute(*key)
@@ -127,7 +127,7 @@ def _line(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
         return _line_from(_factors(dim, -(-n // RUN), RUN, False, device, dtype), n)
     if tracing.traced() or tracing.dispatched():  # n may be symbolic
         return _line_of(dim, n, device, dtype)
-    whole = _cached(_line_of, dim, max(64, 1 << (n - 1).bit_length()), device, dtype)
+    whole = cached(_line_of, dim, max(64, 1 << (n - 1).bit_length()), device, dtype)
     return Table(whole.cos[:n], whole.sin[:n])
 
 

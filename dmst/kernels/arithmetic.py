@@ -30,8 +30,9 @@ def free(buffer: Tensor | None, dtype: torch.dtype) -> TypeGuard[Tensor]:
 
 
 def reshaped(done: Tensor, shape: torch.Size) -> Tensor | None:
-    """A tensor whose content is done with, as a buffer of another shape; None, and no guard on sizes, if none is allowed."""
-    return done.reshape(shape) if in_place() else None
+    """A tensor whose content is done with, as a buffer of another shape (no view: autograd guards views); None if that is not
+    allowed."""
+    return done.resize_(shape) if in_place() else None
 
 
 def add(mine: Tensor, other: Tensor) -> Tensor:
@@ -52,6 +53,14 @@ def over(mine: Tensor, other: Tensor) -> Tensor:
 def plus(mine: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
     """mine + scale * x * y, into `mine` likewise."""
     return mine.addcmul_(x, y, value=scale) if in_place() else torch.addcmul(mine, x, y, value=scale)
+
+
+def plus_matmul(mine: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """mine + x @ y, into `mine` likewise; all with the same two axes before the matrices."""
+    if in_place():
+        mine.flatten(0, 1).baddbmm_(x.flatten(0, 1), y.flatten(0, 1))
+        return mine
+    return mine + x @ y
 
 
 def product(x: Tensor, y: Tensor, into: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from dmst import rotary
 from dmst.errors import ShapeError, shown
-from dmst.kernels.arithmetic import add, cast, free, matmul, over, plus, product, reshaped, wide
+from dmst.kernels.arithmetic import add, cast, free, in_place, matmul, over, plus, product, reshaped, wide
 from dmst.kernels.form import GATE
 
 UNIT_SHARPNESS = 8.0  # of the softmax over groups, where keys have length 1
@@ -167,9 +167,14 @@ def divisor(mass: Tensor) -> Tensor:
 def moments(projected: Tensor, membership: Tensor, scratch: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Mass, mean and spread of every group. E s^2 - mu^2 loses digits only where they do not matter: a = 1/(1 + g^2 V)."""
     s, mass = wide(projected), membership.sum(-2)
-    share = (membership / divisor(mass).unsqueeze(-2)).transpose(-2, -1)
-    mean = share @ s
-    return mass, mean, (share @ product(s, s, scratch) - mean.square()).clamp(min=0)
+    groups, per = membership.transpose(-2, -1), divisor(mass).unsqueeze(-1)
+
+    def average(x: Tensor) -> Tensor:
+        # autograd would take sum/m^2 of the shorter one, which is infinite where a group has next to no mass
+        return over(groups @ x, per) if in_place() else (groups / per) @ x
+
+    mean = average(s)
+    return mass, mean, (average(product(s, s, scratch)) - mean.square()).clamp(min=0)
 
 
 def attenuation_of(steps: MixtureSteps) -> tuple[Tensor, Tensor]:
@@ -214,8 +219,9 @@ def by_head(theta: Tensor) -> Tensor:
 def project_out(update: Tensor, weights: MixtureWeights, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
     """sum_k update_k W_out,k + bias, in the compute dtype; tied to the subspaces where there is no `out`."""
     flat = join(update, dtype, scratch)
-    weight = weights.subspace.transpose(-2, -1) if weights.out is None else weights.out
-    out = F.linear(flat, weight.to(dtype))
+    weight = (weights.subspace if weights.out is None else weights.out.transpose(-2, -1)).to(dtype)
+    # once it is copied, the output may take the place of the update
+    out = matmul(flat, weight, reshaped(update, flat.shape) if free(scratch, dtype) else None)
     if weights.out_bias is None:
         return out
     return add(
@@ -228,7 +234,12 @@ def project_out(update: Tensor, weights: MixtureWeights, dtype: torch.dtype, scr
 
 def cell_means(n: int, grid: Grid, groups: int, *, device: torch.device, dtype: torch.dtype) -> Tensor:
     """(g, n): the matrix that takes tokens to the means of their cells. Tokens before the patches are in no cell."""
-    down, across, shape = cells(n, grid, groups)
+    return rotary.cached(_cell_means, n, groups, *cells(n, grid, groups), device, dtype)
+
+
+def _cell_means(
+    n: int, groups: int, down: int, across: int, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> Tensor:
     rows, columns = shape
     row = torch.arange(rows, device=device) * down // rows
     column = torch.arange(columns, device=device) * across // columns

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from dmst import rotary
 from dmst.kernels import mixture
-from dmst.kernels.arithmetic import add, matmul, over, plus, product, reshaped, times, wide
+from dmst.kernels.arithmetic import add, matmul, over, plus, plus_matmul, product, reshaped, times, wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import GATE
 from dmst.kernels.mixture import Grid, MixtureForm, MixtureSteps, MixtureWeights, divisor
@@ -121,11 +121,11 @@ def pull_back(
         grads["out_bias"] = wide(tokens_out).sum(0)
 
     # the core, then the two projections of the tokens
-    core = _core_pullback(steps, weights.theta, form, alpha, update, dupdate, reshaped(dflat, dupdate.shape))
+    core = _core_pullback(steps, weights.theta, form, alpha, update, dupdate)
     if core.theta is not None:
         grads["theta"] = core.theta
     dkeys = _key_pullback(wide(steps.keys), rounds, form, grid, core.membership)
-    dflat, dkey_flat = mixture.join(core.projected, dtype, update), mixture.join(dkeys, dtype)
+    dflat, dkey_flat = mixture.join(core.projected, dtype, dflat), mixture.join(dkeys, dtype)
     if wanted.subspace:
         grads["subspace"] = dflat.flatten(0, 1).mT @ tokens_in
         if weights.out is None:
@@ -162,15 +162,9 @@ def _turn_back(dturned: Tensor, form: MixtureForm, grid: Grid) -> Tensor:
 
 
 def _core_pullback(
-    steps: MixtureSteps,
-    theta: Tensor | None,
-    form: MixtureForm,
-    alpha: Tensor,
-    update: Tensor,
-    dupdate: Tensor,
-    scratch: Tensor | None,
+    steps: MixtureSteps, theta: Tensor | None, form: MixtureForm, alpha: Tensor, update: Tensor, dupdate: Tensor
 ) -> _Core:
-    """From dupdate to the core's inputs. The last three are written over: the gradient of the coordinates is in `scratch`."""
+    """From dupdate to the core's inputs. The last two are written over; the gradient of the coordinates is in `update`."""
     a, gate = mixture.attenuation_of(steps)
     strength = mixture.strength_of(gate, theta, form)  # t
     s, pi, mean, spread = wide(steps.projected), steps.membership, steps.mean, steps.spread
@@ -182,7 +176,7 @@ def _core_pullback(
     if form.own:
         minus = times(add(update, s), dbeta) if form.mode == "proximal" else product(s, dbeta, update)  # -dalpha
         dweight = dweight - to_groups @ minus
-        dmembership = add(dmembership, minus @ -weight.transpose(-2, -1))
+        dmembership = plus_matmul(dmembership, minus, -weight.transpose(-2, -1))
 
     dstrength, dtheta = (a * dweight).sum((-2, -1), keepdim=True), None
     dgate = dstrength if form.mode == "listing" else 2 * gate * dstrength
@@ -199,11 +193,12 @@ def _core_pullback(
     f = dmean - 2 * e * mean
     constant = (e * (mean.square() - spread) - mean * dmean).sum(-1)  # (b, k, g)
     square = product(s, s, update)
-    dmembership = add(add(dmembership, square @ e.transpose(-2, -1)), s @ f.transpose(-2, -1))
-    dprojected = plus(matmul(pi, f, scratch), matmul(pi, 2 * e, square), s)
+    dmembership = plus_matmul(dmembership, square, e.transpose(-2, -1))
+    dmembership = plus_matmul(dmembership, s, f.transpose(-2, -1))
+    dmembership = add(dmembership, constant.unsqueeze(-2))
+    dprojected = plus_matmul(times(matmul(pi, 2 * e, square), s), pi, f)
     if form.own:
         dprojected = plus(dprojected, alpha, dbeta, -1.0)
-    dmembership = add(dmembership, constant.unsqueeze(-2))
     return _Core(dprojected, dmembership, None if steps.gate is None else dgate.squeeze(-1).squeeze(-1), dtheta)
 
 
@@ -211,18 +206,20 @@ def _key_pullback(keys: Tensor, rounds: list[Tensor], form: MixtureForm, grid: G
     """From the memberships of the last round to the keys, round by round."""
     q = mixture.unit(keys, form)
     cells = mixture.cell_means(q.shape[-2], grid, form.groups, device=q.device, dtype=q.dtype)
-    dq = torch.zeros_like(q)
+    dq = None
     for i in reversed(range(form.rounds)):
         before = rounds[i - 1] if i else cells.transpose(-2, -1)  # what the centres of this round are means of
         mass = divisor(before.sum(-2)).unsqueeze(-1) if i else 1.0
         centre = before.transpose(-2, -1) @ q / mass
         share = rounds[i] * dmembership
         dlogits = plus(share, rounds[i], share.sum(-1, keepdim=True), -1.0)
-        dq = add(dq, dlogits @ (form.sharpness * mixture.unit(centre, form)))
+        into_q = dlogits @ (form.sharpness * mixture.unit(centre, form))
         dcentre = _unit_pullback(centre, form.sharpness * (dlogits.transpose(-2, -1) @ q), form) / mass
-        dq = add(dq, before @ dcentre)
+        into_q = add(into_q, before @ dcentre)
+        dq = into_q if dq is None else add(dq, into_q)
         if i:
             dmembership = q @ dcentre.transpose(-2, -1) - (centre * dcentre).sum(-1).unsqueeze(-2)
+    assert dq is not None
     return _unit_pullback(keys, dq, form)
 
 
