@@ -49,7 +49,7 @@ class MixtureForm:
     mode: str = "listing"  # listing: gate once; equation: gate squared; proximal: the implicit step
     gate: str | None = "gelu"  # a key of GATE; None: all heads on
     gate_scale: float = 3.0
-    rotary: str = "none"  # positions in what keys and gate read
+    rotary: str = "1d"  # positions in what keys and gate read
     own: bool = True  # whether a token's own coordinates are part of its update
     normalize_keys: bool = False
     rounds: int = 1

@@ -1,8 +1,8 @@
 """GMSA, Group-Mean Subspace Attention (ours): every token moves toward the means of the groups it belongs to.
 
-    s_nk = z_n U_k     q_nk = A_k z_n     c_kg = mean of q over the g-th cell of a coarse grid
+    s_nk = z_n U_k     q_nk = A_k rot_n z_n     c_kg = mean of q over the g-th cell of a coarse grid
     pi_nkg = softmax_g(<q_nk, c_kg> / sqrt r)        mu_kg, V_kg = mean and spread of s_nk, weighted by pi_nkg
-    g_k = scale gelu(<mean z, w_k>)                  a_kg = 1 / (1 + g_k^2 V_kg)
+    g_k = scale gelu(<mean rot z, w_k>)              a_kg = 1 / (1 + g_k^2 V_kg)
 
     listing     out( g sum_g pi a (mu - s) )                free output, gate once
     equation    sum_k g^2 [ sum_g pi a (mu - s) ] U_k^T     -n times the gradient of R_mix, membership and gate held fixed
@@ -58,7 +58,7 @@ class GMSA(Unrolled):
         mode: str = "listing",
         gate_activation: str = "gelu",
         gate_scale: float = 3.0,
-        key_rotary: str = "none",
+        key_rotary: str = "1d",
         own: bool = True,
         normalize_keys: bool = False,
         rounds: int = 1,

@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from dmst.kernels.fused import (
-    active, active_hopper, adjoint, by_position, casts, columns, energy, few, hopper, moments, neighbours, norm, resident, rows,
-    score, score_adjoint, short, stream, update,
+    active, active_hopper, adjoint, by_position, casts, columns, energy, few, hopper, mixture, moments, neighbours, norm,
+    resident, rows, score, score_adjoint, short, stream, update,
 )
 
 B, F, I, S = "*bf16", "*fp32", "i32", "fp32"
@@ -55,6 +55,7 @@ SOME = dict(D=384, K=8, P=48, WIDTH=64, PARTS=16, ROWS=64, SPAN=384, DELTA=True,
 NORM_BACK = dict(TOKENS=1, CHANNELS=128, LOW=True)
 NORM = dict(D=384, K=8, TOKENS=4, CHANNELS=128, Z=3, PENDING=1, ADD=True, ASSIGN=3, ROTARY=True, LEVEL=True, SCORES=True,
             BIAS=False, SIGMOID=True, SUMS=True)
+MIXTURE = dict(K=8, P=24, R=16, SHARPNESS=0.25, CHANNELS=32, KEYS=16)
 CASES = {
     "active": [(short.short_kernel, dict(SHORT, MODE=m, BIAS_IN=b, BIAS_OUT=b, TOKENS=t, LEAST=l))
                for m, b, t, l in ((0, True, 256, -1), (2, False, 128, 128))]
@@ -118,6 +119,9 @@ CASES = {
     + [(rows.scale_kernel, dict(D=384, WIDTH=512, BIAS=True)), (rows.scale_kernel, dict(D=100, WIDTH=128, BIAS=False)),
        (rows.unscale_kernel, dict(D=384, WIDTH=512, WEIGHT=True, BIAS=True)),
        (rows.unscale_kernel, dict(D=384, WIDTH=512, WEIGHT=False, BIAS=True))],
+    "mixture": [(kernel, dict(MIXTURE, TOKENS=t, MODE=m, UNIT=m == 1, EXACT=e, GROUPS=g, G=g))
+                for kernel in (mixture.forward_kernel, mixture.backward_kernel)
+                for t, m, e, g in ((64, 0, False, 64), (256, 2, False, 16), (64, 1, True, 16))],
     "neighbours": [(kernel, dict(C=c, TOKENS=t, CHANNELS=64)) for c, t in ((768, 16), (100, 32)) for kernel in (
         neighbours.local_kernel, neighbours.local_adjoint_kernel, neighbours.local_spread_kernel)],
     "rest": [(update.update_kernel, UPDATE), (update.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
@@ -132,7 +136,8 @@ CASES = {
              *((casts.casts_kernel, dict(COUNT=c, BLOCK=2048)) for c in (2, 4))],
 }
 LOW = {"rotated_ptr", "z_ptr", "s_ptr", "x_ptr", "assign_ptr", "grad_ptr", "ds_ptr", "update_ptr", "product_ptr", "dz_ptr",
-       "folded_ptr", "h_ptr", "dy_ptr", "dpre_ptr", "dh_ptr", "low_ptr"}
+       "folded_ptr", "h_ptr", "dy_ptr", "dpre_ptr", "dh_ptr", "low_ptr", "projected_ptr", "keys_ptr", "dupdate_ptr",
+       "dprojected_ptr", "dkeys_ptr"}
 REALS = {"scale", "delta", "sign", "eps"}
 LOW_PRODUCTS = (active.project_active_kernel, active.finish_active_kernel, active.out_active_kernel)
 
@@ -203,7 +208,14 @@ for kernel, constants in (case for group in groups for case in CASES[group]):
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "groups",
-    ["score gate moments finish", "adjoint score_adjoint by_position rest", "gluon onto neighbours", "active norm", "engine"],
+    [
+        "score gate moments finish",
+        "adjoint score_adjoint by_position rest",
+        "gluon onto neighbours",
+        "active norm",
+        "engine",
+        "mixture",
+    ],
 )
 def test_it_compiles_for_hopper(groups: str, tmp_path: Path) -> None:
     script = tmp_path / "compile_kernels.py"  # from a file: Triton reads the source of what it compiles

@@ -6,7 +6,7 @@
 t multiplies the pull: g (listing), g^2 (equation), theta g^2 (proximal). The formulas are those of `kernels/mixture.py` and
 `kernels/mixture_closed_form.py`; the backward pass computes memberships and statistics again, so nothing else is kept. Sums
 over tokens are products of matrices, in float32 for float32 tokens and in TF32 for 16 bits. No atomics: repeats are bit-equal.
-For up to 256 tokens in heads of up to 32 channels (`serves`); others take the reference.
+For up to 256 tokens, heads of up to 32 channels, and so many groups that shared memory holds the memberships (`serves`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from dmst.kernels.choice import interpreted
 from dmst.kernels.form import GATE
 from dmst.kernels.mixture import Grid, MixtureForm, MixtureWeights
 
-MOST_TOKENS, WIDEST, MOST_GROUPS = 256, 32, 64
+MOST_TOKENS, WIDEST = 256, 32
+MOST_PAIRS = 4096  # of tokens and groups, both padded: what shared memory holds
 PROXIMAL: tl.constexpr = tl.constexpr(2)
 NO_OWN: tl.constexpr = tl.constexpr(1)
 
@@ -34,10 +35,14 @@ NO_OWN: tl.constexpr = tl.constexpr(1)
 def serves(n: int, dim: int, form: MixtureForm) -> str:
     """Why it cannot compute this layer; nothing where it can."""
     sizes = {"tokens": (n, MOST_TOKENS), "channels a head": (dim // form.num_heads, WIDEST)}
-    sizes |= {"key_dim": (form.key_dim, WIDEST), "groups": (form.groups, MOST_GROUPS), "rounds": (form.rounds, 1)}
-    return "; ".join(
-        f"the fused GMSA takes up to {most} {name}, not {size}" for name, (size, most) in sizes.items() if size > most
-    )
+    pairs = _padded(n) * _padded(form.groups)
+    sizes |= {"key_dim": (form.key_dim, WIDEST), "tokens times groups": (pairs, MOST_PAIRS), "rounds": (form.rounds, 1)}
+    over = [f"up to {most} {name}, not {size}" for name, (size, most) in sizes.items() if size > most]
+    return f"the fused GMSA takes {', '.join(over)}" if over else ""
+
+
+def _padded(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
 
 
 @triton.jit
@@ -111,7 +116,7 @@ def _statistics(
 
 
 @triton.jit
-def _forward(
+def forward_kernel(
     projected_ptr, keys_ptr, w_ptr, t_ptr, update_ptr, n, rows, columns, down, across, SHARPNESS: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr,
     EXACT: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr,
@@ -134,7 +139,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def backward_kernel(
     projected_ptr, keys_ptr, w_ptr, t_ptr, dupdate_ptr, dprojected_ptr, dkeys_ptr, dw_ptr, dt_ptr,
     n, rows, columns, down, across, SHARPNESS: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr,
@@ -197,7 +202,7 @@ def _launch(kernel: Any, tensors: list[Tensor], heads: int, sizes: list[int], sh
     b, n, p, r = projected.shape[0], projected.shape[1], projected.shape[-1] // heads, keys.shape[-1] // heads
     groups, *cells = sizes
     shape = {"TOKENS": n, "CHANNELS": p, "KEYS": r, "GROUPS": groups}
-    padded = {name: max(16, triton.next_power_of_2(size)) for name, size in shape.items()}
+    padded = {name: _padded(size) for name, size in shape.items()}
     (kernel if interpreted() else wrap_triton(kernel))[(b * heads,)](
         *tensors, n, *cells, SHARPNESS=sharpness, K=heads, P=p, R=r, G=groups, MODE=mode, UNIT=unit,
         EXACT=projected.dtype == torch.float32, **padded, num_warps=8 if padded["TOKENS"] > 128 else 4,
@@ -209,7 +214,7 @@ def _forward_op(
     projected: Tensor, keys: Tensor, w: Tensor, t: Tensor, heads: int, sizes: list[int], sharpness: float, mode: int, unit: bool
 ) -> Tensor:
     update = torch.empty_like(projected)
-    _launch(_forward, [projected, keys, w, t, update], heads, sizes, sharpness, mode, unit)
+    _launch(forward_kernel, [projected, keys, w, t, update], heads, sizes, sharpness, mode, unit)
     return update
 
 
@@ -219,7 +224,7 @@ def _backward_op(
     heads: int, sizes: list[int], sharpness: float, mode: int, unit: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     found = [torch.empty_like(x) for x in (projected, keys, w, t)]
-    _launch(_backward, [projected, keys, w, t, dupdate, *found], heads, sizes, sharpness, mode, unit)
+    _launch(backward_kernel, [projected, keys, w, t, dupdate, *found], heads, sizes, sharpness, mode, unit)
     dprojected, dkeys, dw, dt = found
     return dprojected, dkeys, dw, dt
 

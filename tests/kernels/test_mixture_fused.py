@@ -1,0 +1,95 @@
+"""GMSA's fused kernel against float64: output and every gradient. On a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dmst import use_kernels
+from dmst.errors import OptionError
+from dmst.operators import GMSA
+from tests.cases import VARIANTS, build, gradients, label, relative
+from tests.parity import BF16, DEVICE, F32, by_default, fresh_memory_is_nan, needs_triton, on_gpu
+
+pytestmark = needs_triton
+CASES = [case for case in VARIANTS if case[0] == "gmsa" and case[1].get("rounds", 1) == 1]
+SHAPES = [(13, (3, 4)), (7, (1, 7)), (36, (5, 7)), (64, (8, 8))]  # tokens and patches: two have a token that is no patch
+cases = pytest.mark.parametrize("case", by_default(CASES, 3), ids=label)
+
+
+def errors(case: tuple, n: int, grid: tuple[int, int], dtype: torch.dtype, kernels: str) -> dict[str, float]:
+    """Of output and gradients in `dtype`, relative to those of the same numbers in float64."""
+    torch.manual_seed(n)
+    if "2d" in case[1].values():  # which knows patches alone
+        n = grid[0] * grid[1]
+    operator = build(*case, dtype=F32).to(DEVICE).to(dtype)
+    z, grad = (torch.randn(3, n, 24, device=DEVICE).to(dtype) for _ in range(2))
+    exact = build(*case).to(DEVICE)
+    exact.load_state_dict(operator.state_dict())
+    with use_kernels(kernels):
+        found = gradients(operator.eval(), z, grad, grid=grid)
+    expected = gradients(exact.eval(), z.double(), grad.double(), grid=grid)
+    return {name: relative(found[name], x) for name, x in expected.items()}
+
+
+@cases
+@pytest.mark.parametrize(("n", "grid"), SHAPES)
+def test_as_near_to_float64_as_plain_torch(case: tuple, n: int, grid: tuple[int, int]) -> None:
+    """Float32 itself loses digits where memberships saturate: three times what plain torch loses is allowed, or 5e-6."""
+    fused, plain = (errors(case, n, grid, F32, kernels) for kernels in ("fused", "reference"))
+    for name, error in fused.items():
+        assert error < max(5e-6, 3 * plain[name]), (name, error, plain[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=label)
+@pytest.mark.parametrize(("n", "grid"), [*SHAPES, (256, (16, 16))])
+def test_sixteen_bits(case: tuple, n: int, grid: tuple[int, int]) -> None:
+    fused, plain = (errors(case, n, grid, BF16, kernels) for kernels in ("fused", "reference"))
+    for name, error in fused.items():
+        assert error < max(1e-2, 2 * plain[name]), (name, error, plain[name])
+
+
+@pytest.mark.parametrize("mode", ["listing", "proximal"])
+def test_a_nan_stays_in_its_sample_and_repeats_are_bit_equal(mode: str) -> None:
+    operator = build("gmsa", {"mode": mode}, dtype=F32).to(DEVICE)
+    z = torch.randn(3, 12, 24, device=DEVICE)
+    dirty, grad = z.clone(), torch.randn_like(z)
+    dirty[1, 3, 5] = torch.nan
+    with use_kernels("fused"), fresh_memory_is_nan():
+        clean, again, found = (gradients(operator, x, grad, grid=(3, 4)) for x in (z, z, dirty))
+    for name, x in clean.items():
+        assert torch.equal(x, again[name]), name
+    for name in ("out", "z"):
+        assert torch.equal(found[name][[0, 2]], clean[name][[0, 2]])
+        assert found[name][1].isnan().any()
+
+
+def test_what_it_does_not_serve_takes_plain_torch() -> None:
+    wide, many, twice = GMSA(80, 2, groups=4), GMSA(24, 3, groups=64), GMSA(24, 3, groups=4, rounds=2)
+    for operator, n in ((GMSA(24, 3, groups=4), 257), (wide, 16), (many, 65), (twice, 16)):
+        operator, z = operator.to(DEVICE), torch.randn(2, n, operator.dim, device=DEVICE)
+        with use_kernels("fused"), pytest.raises(OptionError, match="the fused GMSA takes up to"):
+            operator(z)
+        assert relative(operator(z), operator.double()(z.double())) < (1e-5 if DEVICE == "cpu" else 1e-3)
+
+
+def test_no_samples() -> None:
+    operator, z = GMSA(24, 3, groups=4).to(DEVICE), torch.randn(0, 12, 24, device=DEVICE, requires_grad=True)
+    with use_kernels("fused"):
+        operator(z, grid=(3, 4)).sum().backward()
+    assert z.grad is not None and z.grad.shape == z.shape
+
+
+if on_gpu:
+
+    @pytest.mark.parametrize("mode", ["listing", "proximal"])
+    def test_compiled_is_eager(mode: str) -> None:
+        """Inductor hands scalars over in its own types: a kernel that is right alone may not compile there."""
+        operator = GMSA(96, 4, mode=mode).to(DEVICE, BF16)
+        z = torch.randn(4, 64, 96, device=DEVICE, dtype=BF16)
+        grad = torch.randn_like(z)
+        eager = gradients(operator, z, grad, grid=(8, 8))
+        operator.compile(fullgraph=True)
+        for name, x in gradients(operator, z, grad, grid=(8, 8)).items():
+            assert relative(x, eager[name]) < 1e-2, name
