@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from dmst.operators import create
+from dmst.reproduce import ledger
+
 ROOT = Path(__file__).resolve().parent.parent
-HELPERS = ("measure", "moves_plans", "published")
+HELPERS = ("measure", "moves_plans", "moves_render", "published")
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in HELPERS)
 
 
@@ -90,3 +95,48 @@ def test_targets_are_read_from_the_table() -> None:
     assert told.returncode in (0, 1), told.stderr
     assert len(told.stdout.splitlines()) == len((ROOT / "benchmarks/targets.csv").read_text().splitlines()) - 1
     assert "nan" not in told.stdout
+
+
+# --- what moves ------------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_of_what_moves_are_those_of_its_runs(module: Any) -> None:
+    lines = ledger.read(ROOT / "results/moves")
+    assert module("moves_render").markdown(lines) == (ROOT / "results/moves.md").read_text()
+    assert module("moves_render").svg(lines) == (ROOT / "results/moves.svg").read_text()
+    known = {run.key for plan in ("search", "finals") for run in module("moves_plans").PLANS[plan](lines)}
+    assert {line["run"] for line in lines} <= known  # a plan that changes must not orphan its runs
+
+
+def test_what_moves_compares_the_defaults_at_equal_size(module: Any) -> None:
+    """The finals are of GMSA as it is built without options, and no network has 1 % more parameters than another."""
+    plans, moves = module("moves_plans"), module("moves")
+    for cell, (name, options) in plans.BASE.items():
+        only = {"mode": "proximal"} if "proximal" in cell else {}
+        assert create(name, 192, 8, **options).extra_repr() == create(name, 192, 8, **only).extra_repr()
+        if name == "gmsa":
+            assert create(name, 192, 8, **options).form == create(name, 192, 8, **only).form
+    for data, rows in (("cifar100", 8), ("tinyimagenet", 16)):
+        runs = [plans.Run(cell, name, data, options, rows) for cell, (name, options) in plans.BASE.items()]
+        counts = [sum(p.numel() for p in moves.network(run).parameters()) for run in runs]
+        assert max(counts) < 1.01 * min(counts)
+
+
+@pytest.mark.slow
+def test_a_run_of_what_moves_repeats(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two steps of a proximal network, certified; the same seed gives the same loss, another one another."""
+    moves, plans = module("moves"), module("moves_plans")
+    for name, value in {"BATCH": 8, "DEPTH": 1, "PARAMETERS": 700_000, "CERTIFIED": 4}.items():
+        monkeypatch.setattr(moves, name, value)
+    drawn = np.random.default_rng(0)
+    for split, count in (("train", 16), ("test", 6)):
+        np.save(tmp_path / f"cifar100-{split}-labels.npy", np.arange(count))
+        np.save(tmp_path / f"cifar100-{split}-images.npy", drawn.integers(0, 256, (count, 32, 32, 3), np.uint8))
+    name, options = plans.BASE["GMSA, proximal"]
+    run = plans.Run("GMSA, proximal", name, "cifar100", options, epochs=1, mixup=0.4, final=True)
+    device = torch.device("cpu")
+    trainer = moves.Trainer(run, *moves.load(run, tmp_path, device), device)
+    first, again, other = (trainer.train(replace(run, seed=seed)) for seed in (0, 0, 1))
+    assert first["train_loss"] == again["train_loss"] != other["train_loss"]
+    assert first["certified"]["guaranteed"] == 1.0
+    assert 0 <= first["off"] <= 1
