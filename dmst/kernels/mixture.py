@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from dmst import rotary
 from dmst.errors import ShapeError, shown
-from dmst.kernels.arithmetic import add, cast, free, in_place, matmul, over, plus, product, reshaped, wide
+from dmst.kernels.arithmetic import add, cast, free, in_place, over, plus, wide
 from dmst.kernels.form import GATE
 
 UNIT_SHARPNESS = 8.0  # of the softmax over groups, where keys have length 1
@@ -89,33 +89,27 @@ class MixtureSteps(NamedTuple):
     pooled: Tensor | None  # (b, k), what the gate's activation reads
     gate: Tensor | None  # (b, k)
     silent: Tensor | None = None  # (k, g), groups that an intervention has switched off
-    scratch: Tensor | None = None  # (b, k, n, p), a buffer whose content is done with
 
 
 def attend(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: Grid = None, dtype: torch.dtype) -> Tensor:
     """The whole layer on z (b, n, d); the large projections run in `dtype`."""
-    alpha, update = pulls_of(take_steps(z, weights, form, grid, dtype), weights.theta, form)
-    return project_out(update, weights, dtype, alpha)
+    return project_out(update_of(take_steps(z, weights, form, grid, dtype), weights.theta, form), weights, dtype)
 
 
 def take_steps(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype) -> MixtureSteps:
     """Everything up to the update."""
     turned = turn(z, form, grid)
-    flat = F.linear(z.to(dtype), weights.subspace.to(dtype))
-    projected = split(flat, form)
+    projected = split(F.linear(z.to(dtype), weights.subspace.to(dtype)), form)
     keys = split(F.linear(turned.to(dtype), weights.key.to(dtype), cast(weights.key_bias, dtype)), form)
     pooled = None if weights.gate is None else token_mean(turned) @ wide(weights.gate).transpose(-2, -1)
-    return steps_from(projected, keys, pooled, form, grid, reshaped(flat, projected.shape))
+    return steps_from(projected, keys, pooled, form, grid)
 
 
-def steps_from(
-    projected: Tensor, keys: Tensor, pooled: Tensor | None, form: MixtureForm, grid: Grid, scratch: Tensor | None = None
-) -> MixtureSteps:
+def steps_from(projected: Tensor, keys: Tensor, pooled: Tensor | None, form: MixtureForm, grid: Grid) -> MixtureSteps:
     """The same of tokens that have coordinates, keys and the score of their gate already."""
     membership = memberships_of(keys, form, grid)[-1]
     gate = None if pooled is None else form.gate_scale * GATE[str(form.gate)].value(wide(pooled), form)
-    statistics = moments(projected, membership, scratch)
-    return MixtureSteps(projected, keys, membership, *statistics, pooled, gate, scratch=scratch)
+    return MixtureSteps(projected, keys, membership, *moments(projected, membership), pooled, gate)
 
 
 def turn(z: Tensor, form: MixtureForm, grid: Grid) -> Tensor:
@@ -164,7 +158,7 @@ def divisor(mass: Tensor) -> Tensor:
     return torch.where(mass < torch.finfo(mass.dtype).tiny, 1, mass)
 
 
-def moments(projected: Tensor, membership: Tensor, scratch: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def moments(projected: Tensor, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mass, mean and spread of every group. E s^2 - mu^2 loses digits only where they do not matter: a = 1/(1 + g^2 V)."""
     s, mass = wide(projected), membership.sum(-2)
     groups, per = membership.transpose(-2, -1), divisor(mass).unsqueeze(-1)
@@ -174,7 +168,7 @@ def moments(projected: Tensor, membership: Tensor, scratch: Tensor | None = None
         return over(groups @ x, per) if in_place() else (groups / per) @ x
 
     mean = average(s)
-    return mass, mean, (average(product(s, s, scratch)) - mean.square()).clamp(min=0)
+    return mass, mean, (average(s.square()) - mean.square()).clamp(min=0)
 
 
 def attenuation_of(steps: MixtureSteps) -> tuple[Tensor, Tensor]:
@@ -204,7 +198,7 @@ def pulls_of(steps: MixtureSteps, theta: Tensor | None, form: MixtureForm) -> tu
     """alpha, how strongly a token is pulled to the means of its groups, and the update."""
     attenuation, gate = attenuation_of(steps)
     weight = strength_of(gate, theta, form) * attenuation
-    alpha, beta = matmul(steps.membership, weight, steps.scratch), steps.membership @ (weight * steps.mean)
+    alpha, beta = steps.membership @ weight, steps.membership @ (weight * steps.mean)
     if not form.own:
         return alpha, beta
     pull = plus(beta, alpha, wide(steps.projected), -1.0)
@@ -216,17 +210,12 @@ def by_head(theta: Tensor) -> Tensor:
     return wide(theta).reshape(-1, 1, 1)
 
 
-def project_out(update: Tensor, weights: MixtureWeights, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
+def project_out(update: Tensor, weights: MixtureWeights, dtype: torch.dtype) -> Tensor:
     """sum_k update_k W_out,k + bias, in the compute dtype; tied to the subspaces where there is no `out`."""
-    flat = join(update, dtype, scratch)
-    weight = (weights.subspace if weights.out is None else weights.out.transpose(-2, -1)).to(dtype)
-    # once it is copied, the output may take the place of the update
-    out = matmul(flat, weight, reshaped(update, flat.shape) if free(scratch, dtype) else None)
-    if weights.out_bias is None:
-        return out
-    return add(
-        out, weights.out_bias.to(dtype)
-    )  # apart: with a bias F.linear hands out a view, which nobody may change in place
+    weight = weights.subspace.transpose(-2, -1) if weights.out is None else weights.out
+    out = F.linear(join(update, dtype), weight.to(dtype))
+    # the bias apart: with one F.linear hands out a view, which nobody may change in place
+    return out if weights.out_bias is None else add(out, weights.out_bias.to(dtype))
 
 
 # --- the cells of the coarse grid ------------------------------------------------------------------------------------

@@ -51,8 +51,7 @@ class _Attend(torch.autograd.Function):
         *tensors, form, grid, dtype = arguments
         weights = MixtureWeights(*tensors)
         steps = mixture.take_steps(z, weights, form, grid, dtype)
-        alpha, update = mixture.pulls_of(steps, weights.theta, form)
-        out = mixture.project_out(update, weights, dtype, alpha)
+        out = mixture.project_out(mixture.update_of(steps, weights.theta, form), weights, dtype)
         return out, steps.projected, steps.keys, steps.mass, steps.mean, steps.spread, steps.pooled, steps.gate
 
     @staticmethod

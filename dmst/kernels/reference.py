@@ -190,6 +190,5 @@ def project_out(update: Tensor, weights: Weights, dtype: torch.dtype) -> Tensor:
     out = F.linear(flat, weight.to(dtype))
     if weights.out_bias is None:
         return out
-    return add(
-        out, weights.out_bias.to(dtype)
-    )  # apart: with a bias F.linear hands out a view, which nobody may change in place
+    # apart: with a bias F.linear hands out a view, which nobody may change in place
+    return add(out, weights.out_bias.to(dtype))
