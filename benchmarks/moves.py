@@ -359,7 +359,7 @@ class Trainer:
 
 def missing(plan: str) -> list[Run]:
     done = {(line["run"], line["seed"]) for line in ledger.read(RESULTS)}
-    return [run for run in PLANS[plan](ledger.read(RESULTS)) if (run.key, run.seed) not in done]
+    return [run for run in PLANS[plan]() if (run.key, run.seed) not in done]
 
 
 def lane(plan: str, cache: Path, ends: float, device: torch.device) -> None:

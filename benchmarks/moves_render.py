@@ -86,7 +86,7 @@ def searched(plan: str, lines: Lines) -> list[str]:
     done = {(line["run"], line["seed"]): line for line in lines}
     out: list[str] = []
     asked: dict[tuple[str, int, int], dict[str, dict[float, Run]]] = {}
-    for run in PLANS[plan](lines):
+    for run in PLANS[plan]():
         asked.setdefault((run.data, run.rows, run.epochs), {}).setdefault(run.cell, {})[run.lr] = run
     for (data, rows, epochs), cells in asked.items():
         rates = sorted({lr for each in cells.values() for lr in each})
