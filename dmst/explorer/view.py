@@ -33,7 +33,8 @@ MEANS = {
     "membership": "Membership, from 0 to 1: how much each patch belongs to the subspace of this head.",
     "rescaled": "Membership times the number of patches: how much each belongs to the subspace of this head. 1 is the mean.",
     "groups": "Groups: each colour is one group of this head, and a patch has the colour of the group that it belongs to most. "
-    "The stronger the colour, the larger its membership there.",
+    "The stronger the colour, the larger its membership there. The grey picture shows through. "
+    "Move the slider at the top to the right, and it shows less.",
     "class token": "Attention received: how much the class token attends to each patch, in this head. It is not a membership.",
     "attention": "Attention received: how much all patches attend to each in this head, on average. It is not a membership.",
     "channels": "This layer attends between channels, not between patches, so it has no map of the picture.",

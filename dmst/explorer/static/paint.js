@@ -8,7 +8,7 @@ const RATES = {
   variational: "R_var: what it costs, in nats, to describe the tokens within the heads' subspaces, at the input of each layer. A lower rate is more compact; it is not accuracy.",
   complete: "R+: R_var plus the cost of what lies outside the subspaces, in nats.",
   coding: "R: what it costs, in nats, to describe all tokens as one group. Grouping should cost less.",
-  active: "How many heads are on (gate above 0) for this picture.",
+  active: "How many heads are on (gate not 0) for this picture.",
 };
 const MIXTURE = "R_mix: what it costs, in nats, to describe the tokens by the groups of the heads, each around its mean, at the input of each layer. A lower rate is more compact; it is not accuracy.";
 const SCORED = "Measured on 359 digits (dmst analyze scored): the gradient points best at the patches that an answer needs. Memberships show grouping, and point at those patches little better than chance.";
@@ -204,9 +204,11 @@ export class Painted {
     while (box.children.length < heads) box.append(this.tile(box.children.length));
     box.setAttribute("aria-label", `Heads of layer ${layer}`);
     this.$(".heads-title").textContent = `The ${heads} heads of layer ${layer}`;
-    const on = Array.from({ length: heads }, (_, k) => this.told(layer, k)).filter(({ off, silent }) => !off && !silent).length;
+    const all = Array.from({ length: heads }, (_, k) => this.told(layer, k));
+    const on = all.filter(({ off, silent }) => !off && !silent).length;
+    const signed = all.some(({ now }) => now < 0) ? " Gates below 0 have bars too: a bar shows the size without the sign." : "";
     this.$(".heads-words").textContent = this.gated
-      ? `${on} of ${heads} heads are on for this picture. The bar shows the gate: how much a head counts. A silent head has gate 0 and adds nothing.`
+      ? `${on} of ${heads} heads are on for this picture. The bar shows the gate: how much a head counts. A silent head has gate 0 and adds nothing.${signed}`
       : `This network has no gate: every head counts, unless you switch it off.${on < heads ? ` ${on} of ${heads} are on.` : ""}`;
     const { low, high } = this.scale(layer);
     const most = Math.max(...this.gateRange);
@@ -312,7 +314,7 @@ export class Painted {
     this.$(".dots-title").textContent = this.gated ? "All gates" : "All heads";
     const silent = gates.flat().filter((each) => each.silent).length;
     const label = this.gated
-      ? `Columns are layers, rows are heads. A larger disc is a larger gate. ${silent} of ${gates.flat().length} heads are silent (small dots).`
+      ? `Columns are layers, rows are heads. The size of a disc shows the size of the gate. ${silent} of ${gates.flat().length} heads are silent (small dots).`
       : "Columns are layers, rows are heads. There are no gates here: every head is on unless you switch it off.";
     dots(this.$(".dots"), { gates, layer, head, label, room: this.rooms[0], pick: (l, k) => this.changed("place", { layer: l, head: k }) });
     const crosses = gates.flat().some((each) => each.off) ? " You switched off the heads with a cross." : "";
