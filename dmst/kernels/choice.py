@@ -25,6 +25,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -142,9 +143,17 @@ def _card_problem(index: int, is_available: Callable[[], bool], capability: Call
     return ""
 
 
-# A traced graph is for one machine: this is asked when it is traced and is no part of it. The attribute is all that
+def shared_memory(device: str, index: int) -> int:
+    """Bytes of it that one program may take; the interpreter knows no limit."""
+    if device != "cuda":
+        return sys.maxsize
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+# A traced graph is for one machine: these are asked when it is traced and are no part of it. The attribute is all that
 # torch.compiler.assume_constant_result sets; the function itself would import the whole compiler with this file.
 machine_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
+shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def verdict(device: torch.device, dtype: torch.dtype, form: Form, dim: int, choice: str | None = None) -> Verdict:
@@ -262,7 +271,7 @@ def mixture_problem(z: Tensor, form: mixture.MixtureForm, dtype: torch.dtype) ->
         return problem
     from dmst.kernels.fused.mixture import serves
 
-    return serves(z.shape[-2], z.shape[-1], form)
+    return serves(z.shape[-2], z.shape[-1], form, shared_memory(z.device.type, z.device.index or 0))
 
 
 def _fused_mixture(*args: Any, **kwargs: Any) -> Tensor:

@@ -313,7 +313,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
     return (*(grad if asked else None for grad, asked in zip(grads, wanted, strict=True)), *nothing)
 
 
-def _no_second(ctx: Any, *_: Any) -> tuple:
+def no_second(ctx: Any, *_: Any) -> tuple:
     raise DmstError(
         "The fused kernels have no second derivative: take the forward pass that it is asked of inside "
         'dmst.use_kernels("reference"), which has every order.'
@@ -355,7 +355,7 @@ def differentiable(name: str, below: Callable[..., Any], formula: Callable[..., 
 
 
 differentiable("attend", _forward, _differentiate, _setup)
-differentiable("attend_backward", _backward, _no_second, lambda ctx, inputs, output: None)
+differentiable("attend_backward", _backward, no_second, lambda ctx, inputs, output: None)
 
 
 # --- operations -----------------------------------------------------------------------------------------------------

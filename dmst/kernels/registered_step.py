@@ -319,7 +319,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
 
 
 registered.differentiable("step", _forward, _differentiate, _setup)
-registered.differentiable("step_backward", _backward, registered._no_second, lambda ctx, inputs, output: None)
+registered.differentiable("step_backward", _backward, registered.no_second, lambda ctx, inputs, output: None)
 
 
 # --- operations -----------------------------------------------------------------------------------------------------

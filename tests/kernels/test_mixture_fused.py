@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dmst import use_kernels
-from dmst.errors import OptionError
+from dmst.errors import DmstError, OptionError
 from dmst.operators import GMSA
 from tests.cases import VARIANTS, build, gradients, label, relative
 from tests.parity import BF16, DEVICE, F32, by_default, fresh_memory_is_nan, needs_triton, on_gpu
@@ -72,6 +72,24 @@ def test_what_it_does_not_serve_takes_plain_torch() -> None:
         with use_kernels("fused"), pytest.raises(OptionError, match="the fused GMSA takes up to"):
             operator(z)
         assert relative(operator(z), operator.double()(z.double())) < (1e-5 if DEVICE == "cpu" else 1e-3)
+
+
+def test_long_samples_need_much_shared_memory() -> None:
+    """99 KiB, as on an RTX 4090, hold the backward pass of 128 tokens; an A100 and an H100 hold that of 256."""
+    from dmst.kernels.fused.mixture import serves
+
+    form = GMSA(64, 2).form
+    for kib, most in ((99, 128), (163, 256), (227, 256)):
+        assert not serves(most, 64, form, kib << 10)
+        assert serves(most + 1, 64, form, kib << 10).startswith(f"the fused GMSA takes up to {most} tokens, not {most + 1}")
+
+
+def test_a_second_derivative_says_no() -> None:
+    operator, z = GMSA(24, 3, groups=4).to(DEVICE), torch.randn(2, 12, 24, device=DEVICE, requires_grad=True)
+    with use_kernels("fused"):
+        (first,) = torch.autograd.grad(operator(z).square().sum(), z, create_graph=True)
+    with pytest.raises(DmstError, match=r'no second derivative.*use_kernels\("reference"\)'):
+        first.sum().backward()
 
 
 def test_no_samples() -> None:

@@ -25,16 +25,19 @@ from dmst.kernels.arithmetic import cast, wide
 from dmst.kernels.choice import interpreted
 from dmst.kernels.form import GATE
 from dmst.kernels.mixture import Grid, MixtureForm, MixtureWeights
+from dmst.kernels.registered import no_second
 
 MOST_TOKENS, WIDEST = 256, 32
 MOST_PAIRS = 4096  # of tokens and groups, both padded: what shared memory holds
+LARGE = 150 << 10  # bytes of shared memory that the backward pass of more than 128 tokens takes
 PROXIMAL: tl.constexpr = tl.constexpr(2)
 NO_OWN: tl.constexpr = tl.constexpr(1)
 
 
-def serves(n: int, dim: int, form: MixtureForm) -> str:
-    """Why it cannot compute this layer; nothing where it can."""
-    sizes = {"tokens": (n, MOST_TOKENS), "channels a head": (dim // form.num_heads, WIDEST)}
+def serves(n: int, dim: int, form: MixtureForm, shared_memory: int) -> str:
+    """Why it cannot compute this layer, on a card with this much shared memory; nothing where it can."""
+    most_tokens = MOST_TOKENS if shared_memory >= LARGE else MOST_TOKENS // 2
+    sizes = {"tokens": (n, most_tokens), "channels a head": (dim // form.num_heads, WIDEST)}
     pairs = _padded(n) * _padded(form.groups)
     sizes |= {"key_dim": (form.key_dim, WIDEST), "tokens times groups": (pairs, MOST_PAIRS), "rounds": (form.rounds, 1)}
     over = [f"up to {most} {name}, not {size}" for name, (size, most) in sizes.items() if size > most]
@@ -239,6 +242,7 @@ def _pull_back(ctx: Any, dupdate: Tensor) -> tuple[Any, ...]:
 
 
 _forward_op.register_autograd(_pull_back, setup_context=_keep)
+_backward_op.register_autograd(no_second, setup_context=lambda ctx, inputs, output: None)
 
 
 def attend(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: Grid = None, dtype: torch.dtype) -> Tensor:
