@@ -135,8 +135,10 @@ class GMSA(Unrolled):
                 return mixture.take_steps(z, weights, self.form, grid, dtype)
         turned = mixture.turn(z, self.form, grid).to(z.dtype)
         projected, keys = (mixture.split(flat, self.form) for flat in (self.subspace(z), self.key(turned)))
+        like = self._a_weight()
         with kernels.without_autocast(z):
-            pooled = None if self.gate is None else self.gate(mixture.token_mean(turned).to(z.dtype))
+            mean = mixture.token_mean(turned).to(z.dtype if like is None else like.dtype)
+            pooled = None if self.gate is None else self.gate(mean)
             return mixture.steps_from(projected, keys, pooled, self.form, grid)
 
     def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> Tensor:
