@@ -62,6 +62,8 @@ def groups_off(model: VisionModel, groups: Groups) -> Iterator[None]:
             operator = operator_of(model, layer)
             if not isinstance(operator, GMSA):
                 raise OptionError(f"{type(operator).__name__} in layer {layer} has no groups to switch off: only GMSA has.")
+            if not isinstance(heads, Mapping):
+                raise OptionError(f"groups of layer {layer} are {shown(heads)}: give {{head: groups}}, such as {{1: [3]}}.")
             off = torch.zeros(operator.num_heads, operator.form.groups, dtype=torch.bool)
             for head, some in heads.items():
                 off[_head(operator, head), [_group(operator, group) for group in some]] = True

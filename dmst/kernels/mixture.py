@@ -256,7 +256,7 @@ def cells(n: int, grid: Grid, groups: int) -> tuple[int, int, tuple[int, int]]:
             down, across, least = d, groups // d, off
     if least is None:
         raise ShapeError(
-            f"groups is {groups}: no {groups} cells of rows times columns fit on a grid of {rows} x {columns} patches. "
-            "Take a number of groups whose factors do, or larger images."
+            f"groups is {groups}: a grid of {rows} x {columns} patches cannot be cut into {groups} cells, as many in each row "
+            f"of cells. Take groups = down x across with down at most {rows} and across at most {columns}, or larger images."
         )
     return down, across, (rows, columns)

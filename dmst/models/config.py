@@ -93,7 +93,12 @@ class ModelConfig(Settings):
             raise OptionError("2d positions need a grid of patches alone, and readout 'token' puts a class token among them.")
         if self.readout == "class_attention" and self.global_pool == "token" and not self.readout_depth:
             raise OptionError("readout_depth is 0: then the class token never looks at the patches; it must be at least 1.")
-        self.create_operator(device="meta")  # its own options are refused here too, by the operator itself
+        operator = self.create_operator(device="meta")  # its own options are refused here too, by the operator itself
+        if (tokens := math.prod(self.grid) + self.prefix) < operator.least_tokens:
+            raise OptionError(
+                f"img_size {shown(self.img_size)} gives {tokens} tokens, and {self.operator} needs at least "
+                f"{operator.least_tokens}: take larger images, a smaller patch_size or fewer groups."
+            )
 
     def create_operator(self, **factory: Any) -> Operator:
         """The operator of one block."""

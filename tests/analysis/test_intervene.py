@@ -225,6 +225,7 @@ def test_groups_that_are_not_there_are_refused() -> None:
         ({0: {0: [0, 3]}}, "group is 3: the heads have groups 0 to 2"),
         ({0: {0: [-1]}}, "group is -1"),
         ({0: {0: [True]}}, "group is True"),
+        ({0: [1]}, r"groups of layer 0 are \[1\]: give"),
     ):
         with pytest.raises(OptionError, match=word), groups_off(grouped, wrong):
             pass

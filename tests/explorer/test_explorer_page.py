@@ -315,7 +315,8 @@ def test_two_networks_side_by_side_on_one_picture(look_at: Open, networks: dict,
 @pytest.mark.browser
 def test_groups_are_regions_and_each_can_be_switched_off(tmp_path: Path, watched: Open) -> None:
     torch.manual_seed(1)
-    model = enliven(create_model("gmst_cifar", dim=24, depth=3, num_heads=3, groups=16, num_classes=5)).eval()
+    sizes = {"dim": 24, "depth": 3, "num_heads": 3, "groups": 16, "key_rotary": "none", "num_classes": 5}
+    model = enliven(create_model("gmst_cifar", **sizes)).eval()
     model.head.weight.data *= 5  # so that the answer needs a group
     model.blocks[2].operator.out.weight.data *= 20
     model.class_names = ("ant", "bee", "cow", "dog", "eel")

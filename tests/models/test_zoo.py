@@ -140,6 +140,7 @@ def test_an_unknown_option_names_the_nearest(name: str, options: dict[str, Any],
         ({"img_size": 512, "patch_size": 1}, "img_size is (512, 512): that is 262,144 patches, and at most 65,536"),
         ({"dim": 10**6}, "dim is 1000000: it must be a whole number from 1 to 65,536"),
         ({"readout_depth": 0}, "never looks at the patches"),
+        ({"operator": "gmsa", "img_size": 32}, "img_size (32, 32) gives 4 tokens, and gmsa needs at least 16"),
     ],
     ids=str,
 )

@@ -258,8 +258,8 @@ def calls(groups: int, n: int, grid: Any = None) -> Tensor:
         (lambda: gmsa(groups=True), OptionError, r"groups is True: it must be a whole number"),
         (lambda: gmsa(key_dim=0), OptionError, r"key_dim is 0: it must be a whole number of at least 1"),
         (lambda: gmsa(rounds=0), OptionError, r"rounds is 0: it must be a whole number of at least 1"),
-        (lambda: calls(7, 9, (3, 3)), ShapeError, r"groups is 7: no 7 cells of rows times columns fit on a grid of 3 x 3"),
-        (lambda: calls(5, 5, (2, 2)), ShapeError, r"groups is 5: no 5 cells .* 2 x 2 patches"),
+        (lambda: calls(7, 9, (3, 3)), ShapeError, r"groups is 7: a grid of 3 x 3 patches cannot be cut into 7 cells"),
+        (lambda: calls(5, 5, (2, 2)), ShapeError, r"groups is 5: a grid of 2 x 2 .*down at most 2 and across at most 2"),
         (lambda: calls(4, 9, (4, 4)), ShapeError, r"grid is \(4, 4\): .*\(rows, columns\) of the patches among the 9 tokens"),
         (lambda: calls(4, 9, (0, 3)), ShapeError, r"grid is \(0, 3\)"),
         (lambda: calls(4, 9, 9), ShapeError, r"grid is 9: it must be \(rows, columns\)"),
@@ -349,6 +349,10 @@ def test_autocast(mode: str) -> None:
     assert found["out"].dtype == torch.bfloat16 and parts.membership.dtype == parts.means.dtype == torch.float32
     assert all(relative(x, wanted[name]) < 0.05 for name, x in found.items())
     assert relative(found["out"], wanted["out"]) < 0.02
+    operator.key.register_forward_hook(lambda *_: None)
+    for dtype in (torch.bfloat16, torch.float16):  # of the tokens, by modules: their weights are float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert relative(operator(z.to(dtype)), wanted["out"]) < 0.02
 
 
 @modes
