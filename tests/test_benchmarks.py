@@ -113,9 +113,10 @@ def test_what_moves_compares_the_defaults_at_equal_size(module: Any) -> None:
     plans, moves = module("moves_plans"), module("moves")
     for cell, (name, options) in plans.BASE.items():
         only = {"mode": "proximal"} if "proximal" in cell else {}
-        assert create(name, 192, 8, **options).extra_repr() == create(name, 192, 8, **only).extra_repr()
         if name == "gmsa":
             assert create(name, 192, 8, **options).form == create(name, 192, 8, **only).form
+        else:
+            assert not options
     for data, rows in (("cifar100", 8), ("tinyimagenet", 16)):
         runs = [plans.Run(cell, name, data, options, rows) for cell, (name, options) in plans.BASE.items()]
         counts = [sum(p.numel() for p in moves.network(run).parameters()) for run in runs]
