@@ -180,7 +180,7 @@ def rates(
             show(f"{name}, {first.name}: {WHERE[at]}", ("layer", *words), rows, words if last else None)
         say("Rates are in nats (1 nat = 1.44 bits): mean over images ± standard deviation.")
         say(*dict.fromkeys(f"{mine['input'].convention.rpartition(', ')[0]}." for mine in found.values()))
-        say(*(mine["input"].missing for mine in found.values() if mine["input"].missing))
+        say(*dict.fromkeys(mine["input"].missing for mine in found.values() if mine["input"].missing))
     if page:
         say(write_rate_page(page, found, first.name), err=as_json)
 
