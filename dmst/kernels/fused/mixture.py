@@ -6,7 +6,7 @@
 t multiplies the pull: g (listing), g^2 (equation), theta g^2 (proximal). The formulas are those of `kernels/mixture.py` and
 `kernels/mixture_closed_form.py`; the backward pass computes memberships and statistics again, so nothing else is kept. Sums
 over tokens are products of matrices, in float32 for float32 tokens and in TF32 for 16 bits. No atomics: repeats are bit-equal.
-For up to 256 tokens, heads of up to 32 channels, and so many groups that shared memory holds the memberships (`serves`).
+For up to 256 tokens, heads of up to 32 channels, and as many groups as shared memory has room for (`serves`).
 """
 
 from __future__ import annotations
