@@ -99,9 +99,10 @@ def attend(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: Grid 
 def take_steps(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype) -> MixtureSteps:
     """Everything up to the update."""
     turned = turn(z, form, grid)
-    projected = split(F.linear(z.to(dtype), weights.subspace.to(dtype)), form)
     keys = split(F.linear(turned.to(dtype), weights.key.to(dtype), cast(weights.key_bias, dtype)), form)
     pooled = None if weights.gate is None else token_mean(turned) @ wide(weights.gate).transpose(-2, -1)
+    del turned  # on a CPU touching new memory is what costs most: the next product takes this
+    projected = split(F.linear(z.to(dtype), weights.subspace.to(dtype)), form)
     return steps_from(projected, keys, pooled, form, grid)
 
 
