@@ -138,6 +138,15 @@ FINALS = (
 )
 
 
+def rates() -> list[Run]:
+    """Does the longest schedule want another learning rate than the twelve epochs of the search?"""
+    return [
+        Run(cell, name, "cifar100", options, epochs=60, mixup=0.4, lr=lr)
+        for lr in RATES
+        for cell, (name, options) in BASE.items()
+    ]
+
+
 def search256() -> list[Run]:
     """More tokens: do they ask for more groups?"""
     options = BASE["GMSA"][1]
@@ -157,4 +166,6 @@ def finals() -> list[Run]:
     ]
 
 
-PLANS: dict[str, Callable[[], list[Run]]] = {"smoke": smoke, "search": search, "search256": search256, "finals": finals}
+PLANS: dict[str, Callable[[], list[Run]]] = {
+    "smoke": smoke, "search": search, "search256": search256, "rates": rates, "finals": finals,
+}  # fmt: skip

@@ -51,7 +51,7 @@ def markdown(lines: Lines) -> str:
         out += ["", f"## {TITLES[data]}, {rows**2} tokens, {epochs} epochs{mixed}, {seeds} seeds", ""]
         out += ["| operator | top-1 | runs | less softmax attention | less DMSA | train loss | off | certified | parameters |"]
         out += ["|---" * 9 + "|", *(row(cell, runs, seeds) for cell in BASE)]
-    for plan in ("search", "search256"):
+    for plan in ("search", "search256", "rates"):
         out += searched(plan, lines)
     return "\n".join([*out, "", *origin(lines), ""])
 
