@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from dmst import tracing
 from dmst.errors import OptionError, choose
 from dmst.kernels import closed_form, mixture, mixture_closed_form, plan, reference, silent
+from dmst.kernels.attempt import attempt, remembered
 from dmst.kernels.form import Form, Weights
 
 CHOICES = ("auto", "reference", "fused")
@@ -51,6 +52,7 @@ TIMED = {torch.bfloat16}
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}  # a subclass may have no memory to give to a kernel
 _chosen = "auto"
+_broken = remembered()  # kinds of GMSA layers whose kernel failed
 
 
 class use_kernels:
@@ -274,7 +276,20 @@ def mixture_problem(z: Tensor, form: mixture.MixtureForm, dtype: torch.dtype) ->
     return serves(z.shape[-2], z.shape[-1], form, shared_memory(z.device.type, z.device.index or 0))
 
 
-def _fused_mixture(*args: Any, **kwargs: Any) -> Tensor:
+def _fused_mixture(
+    z: Tensor, weights: mixture.MixtureWeights, form: mixture.MixtureForm, *, grid: mixture.Grid = None, dtype: torch.dtype
+) -> Tensor:
+    """The kernel; where its forward pass fails, plain torch from then on, and a warning."""
     from dmst.kernels.fused.mixture import attend
 
-    return attend(*args, **kwargs)
+    if tracing.traced():
+        return attend(z, weights, form, grid=grid, dtype=dtype)
+    kind = (form, z.shape[1:], dtype)
+    kernel, plain = (functools.partial(x, grid=grid, dtype=dtype) for x in (attend, mixture_closed_form.attend))
+    if kind in _broken:
+        return plain(z, weights, form)
+
+    def says(why: str) -> str:
+        return f"The fused kernel of GMSA does not work here for {z.shape[1]} tokens ({why}). Using plain torch instead."
+
+    return attempt(z, kernel, plain, (z, weights, form), _broken, kind, says)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from dmst import use_kernels
 from dmst.errors import DmstError, OptionError
+from dmst.kernels.attempt import anew
 from dmst.operators import GMSA
 from tests.cases import VARIANTS, build, gradients, label, relative
 from tests.parity import BF16, DEVICE, F32, by_default, fresh_memory_is_nan, needs_triton, on_gpu
@@ -90,6 +93,25 @@ def test_a_second_derivative_says_no() -> None:
         (first,) = torch.autograd.grad(operator(z).square().sum(), z, create_graph=True)
     with pytest.raises(DmstError, match=r'no second derivative.*use_kernels\("reference"\)'):
         first.sum().backward()
+
+
+def test_a_kernel_that_fails_is_replaced_and_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr("dmst.kernels.fused.mixture.attend", broken)
+    operator, z = build("gmsa", {"groups": 3}, dtype=F32).to(DEVICE), torch.randn(2, 12, 24, device=DEVICE)
+    with (
+        use_kernels("fused"),
+        pytest.warns(RuntimeWarning, match=r"GMSA does not work here for 12 tokens .*no such instruction"),
+    ):
+        found = gradients(operator, z, z, grid=(3, 4))
+    with use_kernels("fused"):  # without a second warning, which would be an error
+        again = gradients(operator, z, z, grid=(3, 4))
+    with use_kernels("reference"):
+        plain = gradients(operator, z, z, grid=(3, 4))
+    anew()
+    assert all(torch.equal(found[name], x) and torch.equal(again[name], x) for name, x in plain.items())
 
 
 def test_no_samples() -> None:
