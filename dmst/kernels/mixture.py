@@ -248,7 +248,8 @@ def cells(n: int, grid: Grid, groups: int) -> tuple[int, int, tuple[int, int]]:
         )
     if grid is None:
         return 1, groups, (1, n)
-    pair = isinstance(grid, tuple | list) and len(grid) == 2 and all(isinstance(side, int | torch.SymInt) for side in grid)
+    sizes = (int, torch.SymInt, Tensor)  # of torch.compile and of torch.jit.trace
+    pair = isinstance(grid, tuple | list) and len(grid) == 2 and all(isinstance(side, sizes) for side in grid)
     if not (pair and 0 < grid[0] * grid[1] <= n and min(grid) > 0):
         raise ShapeError(f"grid is {shown(grid)}: it must be (rows, columns) of the patches among the {n} tokens in z.")
     rows, columns = grid
