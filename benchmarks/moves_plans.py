@@ -40,11 +40,10 @@ class Run:
     mixup: float = 0.0
     final: bool = False
     seed: int = 0
-    compile: bool = True
     stage: int = 0  # what is run before what
 
     def told(self) -> dict[str, Any]:
-        return {k: v for k, v in asdict(self).items() if k not in ("seed", "compile", "stage")}
+        return {k: v for k, v in asdict(self).items() if k not in ("seed", "stage")}
 
     @property
     def key(self) -> str:

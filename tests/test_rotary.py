@@ -138,3 +138,13 @@ def test_a_traced_graph_computes_the_same_factors(
     far, near = (torch.complex(*(x.double() for x in part)) for part in (eager.far, eager.near))
     whole = (far.unsqueeze(1) * near).flatten(0, 1)[:n].repeat_interleave(2, -1)  # rot_n = far_(n // step) near_(n % step)
     torch.testing.assert_close(whole, torch.complex(*table), rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 16, 197])
+def test_a_compiled_table_is_the_same(n: int) -> None:
+    """A compiled graph multiplies two short tables; no other way leads there."""
+    compiled = torch.compile(rotary.table, backend="eager", fullgraph=True, dynamic=False)
+    for dtype, bar in ((torch.float32, 3e-7), (torch.float64, 5e-14)):  # an angle of 196 has steps of 3e-14
+        place = {"device": torch.device("cpu"), "dtype": dtype}
+        found, expected = (table("1d", 24, n, None, **place) for table in (compiled, rotary.table))
+        assert all((a - b).abs().max() < bar for a, b in zip(found, expected, strict=True))
