@@ -212,9 +212,8 @@ def events_in_order(place: Path) -> None:
 def hold(place: Path) -> None:
     """Hold the lock, with a forked child such as a loader's worker, until standard input ends."""
     with RunFolder(place):
-        worker = os.fork()
-        if worker:
-            print(json.dumps({"worker": worker}), flush=True)
+        if os.fork() == 0:  # the child speaks, so it has let go of the lock
+            print(json.dumps({"worker": os.getpid()}), flush=True)
         sys.stdin.read()
         os._exit(0)
 
