@@ -8,7 +8,7 @@
     tssa_published    TSSA as in ToST's code                     tssa    ours
     listing           DMSA as the paper prints it                dmsa    ours
     gmsa, gmsa_proximal    GMSA with a free output; tied, on orthonormal subspaces
-    dmsa_half, dmsa_quarter    half, three quarters of the heads silent, and skipped in inference
+    dmsa_half, dmsa_quarter    half, three quarters of the heads silent; on a CPU inference leaves them out
 
 Our family runs by its fused kernels (`fused`; on a CPU `auto`) and by the plain steps (`reference`). Every time is a median in
 milliseconds: forward_ms without gradients, train_ms forward and backward. kept_mb is what the backward pass waits for, peak_mb
@@ -77,7 +77,6 @@ def make(what: str, dim: int, heads: int, n: int, device: torch.device, dtype: t
         assert isinstance(layer, DMSA) and layer.assign is not None
         with torch.no_grad():
             layer.assign.bias[: int(LAYERS[what].silent * heads)] = -5.0
-        layer.skip_silent = True
     if isinstance(layer, GMSA):  # keys of the size they start with: by smaller ones groups hardly differ, which loses digits
         with torch.no_grad():
             layer.key.weight.mul_(KEY_STD * (3 * dim) ** 0.5)

@@ -1,12 +1,12 @@
 """The fused kernels on 20 shapes, for NVIDIA's sanitizer to watch. It prints a line per shape.
 
-    compute-sanitizer --tool memcheck  python benchmarks/sanitize.py [--ways eager stream step silent] [--part 1/4]
+    compute-sanitizer --tool memcheck  python benchmarks/sanitize.py [--ways eager stream step hidden] [--part 1/4]
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py
 
     eager     the layer, forward and backward, on the default stream
     stream    the same on a stream of its own, where CUDA graphs are recorded
     step      a block's residual step with all that can be around it, by our own products where they serve
-    silent    the layer without its silent heads, forward alone; and the hidden channels of an MLP
+    hidden    the hidden channels of an MLP, forward alone
 
 `--part 1/4` takes every fourth shape from the first on, for several processes. Two kinds of race are not about our memory
 (docs/kernels.md): kernels of the library (nvjet), and lines of `warp_specialize`, whose byte tells a group of warps what to do.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import dmst
-from dmst.kernels import plan, step
+from dmst.kernels import step
 from dmst.kernels.fused import hopper
 
 # samples, tokens, width, heads; odd ones, one token, short and long samples, narrow and wide heads
@@ -31,7 +31,7 @@ SHAPES = [
     (9, 100, 72, 9),
 ]  # fmt: skip
 FORMS = ("dmsa:listing", "dmsa:proximal", "tssa")
-WAYS = ("eager", "stream", "step", "silent")
+WAYS = ("eager", "stream", "step", "hidden")
 
 
 def layer_of(form: str, d: int, k: int, dtype: torch.dtype, **options: int | None) -> torch.nn.Module:
@@ -48,12 +48,7 @@ def backward(out: Tensor, z: Tensor) -> None:
 def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype) -> None:
     layer = layer_of(form, d, k, dtype)
     z = torch.randn(b, n, d, device="cuda", dtype=dtype, requires_grad=True)
-    if way == "silent":
-        for most in (None, max(1, min(k, plan.FEW * k // d))):
-            layer = layer_of("dmsa:listing", d, k, dtype, max_active_heads=most)
-            layer.skip_silent = True
-            with torch.no_grad():
-                assert torch.isfinite(layer(z)).all()
+    if way == "hidden":
         if hopper.serves(z.device, dtype, d, 16):
             weight, bias = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((2 * d + 64, d), (2 * d + 64,)))
             assert torch.isfinite(hopper.hidden(z.detach(), weight, bias)).all()

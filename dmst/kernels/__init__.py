@@ -22,16 +22,13 @@ def compute_dtype(z: Tensor) -> torch.dtype:
     return z.dtype
 
 
-def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, skip: bool = False) -> Tensor:
-    """The layer on z (b, n, d): projections in the compute dtype, everything between them in at least float32.
-
-    `skip` asks the fused kernels to leave heads with gate 0 out: the same numbers, not always faster (`skipping.py`).
-    """
+def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None) -> Tensor:
+    """The layer on z (b, n, d): projections in the compute dtype, everything between them in at least float32."""
     check_tokens(z, form)
     mixed = autocast_is_on(z)
     dtype = torch.get_autocast_dtype(z.device.type) if mixed and z.dtype != torch.float64 else z.dtype
     try:
-        kernel = kernel_for(z, weights, form, dtype, skip)
+        kernel = kernel_for(z, weights, form, dtype)
     except OptionError:  # what is wrong with the tensors is said first
         check(z, weights, form)
         raise

@@ -8,7 +8,6 @@ As a function it holds until the next call; in a `with` it holds inside. One cho
 
     traced for export, torch.jit, forward-mode derivatives   reference     plain torch: others read the graph
     fused allowed (the table below)                          fused         also inside torch.compile, as one operator
-      and asked to skip, sparsemax gate, no gradient, eager  fused.skip    heads with gate 0 left out (`skipping` measures)
     otherwise traced by torch.compile                        reference     the compiler fuses it and chooses what to keep
     otherwise gate_rotary differs from rotary                reference     for experiments; checkpointed where it saves nothing
     otherwise a gradient is wanted                           closed_form   one autograd function, keeps 2 n d, or n d
@@ -50,7 +49,6 @@ OLDEST_DEVICE = (8, 0)  # bfloat16 and TF32 in the tensor cores
 AUTO = {torch.bfloat16: True, torch.float16: True, torch.float32: True}
 TIMED = {torch.bfloat16}
 
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}  # a subclass may have no memory to give to a kernel
 _chosen = "auto"
 _broken = remembered()  # kinds of GMSA layers whose kernel failed
 
@@ -198,21 +196,6 @@ def _checkpointed(
     return checkpoint(run, z, *weights, use_reentrant=False, preserve_rng_state=False)
 
 
-def _skipping_attend(*args: Any, **kwargs: Any) -> Tensor:
-    from dmst.kernels.fused.skip import attend
-
-    return attend(*args, **kwargs)
-
-
-def skips(z: Tensor, weights: Weights, form: Form) -> bool:
-    """Whether the fused kernels may leave silent heads out, where they are asked to."""
-    if form.gate != "sparsemax" or form.membership != "sigmoid" or form.uniform_moment:
-        return False
-    if tracing.traced() or tracing.dispatched() or any(type(t) not in _PLAIN for t in (z, *weights)):
-        return False
-    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)))
-
-
 def serves(z: Tensor, form: Form, dtype: torch.dtype) -> bool:
     """Whether the fused kernels compute this layer, now."""
     if tracing.exported() or tracing.transformed():
@@ -220,8 +203,8 @@ def serves(z: Tensor, form: Form, dtype: torch.dtype) -> bool:
     return verdict(z.device, z.dtype if z.dtype == torch.float64 else dtype, form, z.shape[-1]).fused
 
 
-def kernel_for(z: Tensor, weights: Weights, form: Form, dtype: torch.dtype, skip: bool = False) -> Callable[..., Tensor]:
-    """The `attend` that computes this layer, now; with `skip` without its silent heads, where that can be."""
+def kernel_for(z: Tensor, weights: Weights, form: Form, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """The `attend` that computes this layer, now."""
     alone = tracing.is_plain_eager()  # one question in place of many, where a call waits for the host
     if not alone and (tracing.exported() or tracing.dual()):
         return reference.attend
@@ -229,7 +212,7 @@ def kernel_for(z: Tensor, weights: Weights, form: Form, dtype: torch.dtype, skip
         wide = z.dtype if z.dtype == torch.float64 else dtype
         answer = verdict(z.device, wide, form, z.shape[-1])
         if answer.fused:
-            return _skipping_attend if skip and skips(z, weights, form) else _fused_attend
+            return _fused_attend
         if _chosen == "fused":
             raise OptionError(f'use_kernels("fused"): {answer.why}. Use use_kernels("auto") to fall back by itself.')
     if tracing.traced():

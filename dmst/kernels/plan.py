@@ -6,7 +6,6 @@ tuned at run time.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,13 +15,10 @@ STEP = 32  # tokens in one rotary step: a tile of the score kernels lies within 
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
 ASSIGN_PROGRAMS = 132  # rows of partial sums for the gradient of `assign`
 POSITION_PROGRAMS = 528  # the same by position: four a processor, each with a run of positions
-FOLDS = 2.0  # times as many tokens as channels, from which each sample has an output weight where silent heads are left out
-FOLDS_BY_ENGINE = 1.5  # the same with the products of the copy engine
 FOLDED = 4  # samples at most, each with an output product of its own
 UNFOLDED = 64  # samples at most whose products with dout give the output weight's gradient, and A of the adjoint
 PIECE = 4096  # tokens: sixteen products of so many took the library 35 us, four of four times as many 47, one of all 42
 BY_HAND = 16384  # rows from which our own product serves
-BY_ENGINE: float = 32768  # the same where silent heads are left out
 BUSY = 16384  # tokens from which a device has more to do than the host that launches its kernels one by one
 NORM_PROGRAMS = 4224  # rows of partial sums for the gradients of a norm's weights
 WIDEST = 128  # of one head
@@ -166,80 +162,3 @@ def step(d: int, dtype: torch.dtype) -> bool:
 def by_hand(rows: int) -> bool:
     """Whether our own product is the faster one."""
     return rows >= BY_HAND
-
-
-def by_engine(rows: int) -> bool:
-    """Whether the products that leave silent heads out are the faster ones by the copy engine."""
-    return rows >= BY_ENGINE
-
-
-class Product(NamedTuple):
-    """A tile of one of the two products that leave silent heads out: tokens by columns, in steps of `depth`."""
-
-    tokens: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-# Samples of at most so many tokens and channels: the tiles of both products; the first row with room serves. Timed at
-# 64 x 1024.
-ACTIVE: list[tuple[float, float, Product, Product]] = [
-    (256, math.inf, Product(64, 128, 64, 4, 3), Product(64, 128, 64, 4, 4)),
-    (math.inf, math.inf, Product(128, 128, 64, 4, 3), Product(128, 128, 32, 8, 4)),
-]
-
-
-def active(n: int, d: int, dtype: torch.dtype) -> tuple[Product, Product]:
-    """The tiles of `ACTIVE`, no larger than there is something to fill them with; float32 takes twice the room."""
-    first, second = next(row[2:] for row in ACTIVE if n <= row[0] and d <= row[1])
-    return _fitted(first, n, d, dtype), _fitted(second, n, d, dtype)
-
-
-def _fitted(tile: Product, n: int, d: int, dtype: torch.dtype) -> Product:
-    depth = tile.depth // 2 if dtype == torch.float32 else tile.depth
-    return tile._replace(
-        tokens=min(tile.tokens, max(16, power_of_two(n))),
-        columns=min(tile.columns, max(16, power_of_two(d))),
-        depth=max(16, min(depth, power_of_two(d))),
-    )
-
-
-class Short(NamedTuple):
-    """Of a program that has a whole sample: its tokens, the columns of both products at a time, in steps of `depth`."""
-
-    tokens: int
-    columns: int
-    out: int
-    depth: int
-    warps: int
-    stages: int
-
-
-SHORT: list[tuple[int, Short]] = [  # samples of at most so many tokens; the first row with room serves. Timed at 256 x 197.
-    (64, Short(64, 64, 128, 32, 4, 4)),
-    (128, Short(128, 64, 128, 32, 4, 4)),
-    (256, Short(256, 64, 128, 32, 8, 4)),
-]
-
-
-FEW = 128  # columns of a sample's active heads at most that its tokens have room for beside them in registers (`few.py`)
-
-
-def short(n: int, d: int, dtype: torch.dtype) -> Short | None:
-    """The tile for samples that one program takes whole, no larger than there is something to fill it with; None: too long."""
-    tile = next((tile for most, tile in SHORT if n <= most), None)
-    if tile is None:
-        return None
-    width = max(16, power_of_two(d))
-    wide = dtype == torch.float32
-    return tile._replace(
-        tokens=max(16, power_of_two(n)), columns=min(tile.columns, width), out=min(tile.out // (1 + wide), width),
-        depth=max(16, min(tile.depth // (1 + wide), width)),
-    )  # fmt: skip
-
-
-def folds(n: int, d: int, by_engine: bool) -> bool:
-    """Whether samples are long enough for an output weight each, where silent heads are left out."""
-    return n >= (FOLDS_BY_ENGINE if by_engine else FOLDS) * d

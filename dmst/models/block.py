@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from dmst import tracing
@@ -67,7 +66,7 @@ def _serves(norm: nn.LayerNorm, operator: Operator, residual: Residual, z: Tenso
     """
     if not (plan.STEPS and isinstance(z, Tensor) and isinstance(operator, TokenStatistics)):  # torch.fx passes a proxy
         return False
-    if not step.serves(z, operator.form, compute_dtype(z)) or (operator.skip_silent and not torch.is_grad_enabled()):
+    if not step.serves(z, operator.form, compute_dtype(z)):
         return False
     if not (isinstance(norm, nn.LayerNorm) and norm.normalized_shape == (operator.dim,) and norm.bias is not None):
         return False

@@ -37,7 +37,6 @@ class TokenStatistics(Unrolled):
     maps = ("subspace", "assign", "out")
     assign: nn.Linear | None
     temperature: nn.Parameter | None
-    skip_silent: bool = False  # on a GPU, without gradients: set by `kernels.skipping.choose_silent`, saved nowhere
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class TokenStatistics(Unrolled):
     def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
         self.check(z)
         if self.is_plain():
-            update = kernels.attend(z, self.weights(), self.form, grid=grid, skip=self.skip_silent)
+            update = kernels.attend(z, self.weights(), self.form, grid=grid)
         else:
             update = self._attend_by_modules(z, grid)
         return self.proj_drop(update)

@@ -24,7 +24,7 @@ from dmst.kernels import Weights, choice, plan, reference
 from dmst.operators import DMSA, Spatial
 from tests.cases import VARIANTS, build, gradients, label, relative, tokens
 from tests.kernels import test_residual_step as residual
-from tests.kernels.test_parity import capped, check_isolation, check_wanted, without_silent
+from tests.kernels.test_parity import check_isolation, check_wanted
 from tests.kernels.test_residual_step import draw_step
 from tests.parity import (
     BARS,
@@ -177,19 +177,6 @@ def test_long_samples(case: tuple) -> None:
 def test_what_is_wanted_decides_no_bit_of_the_rest(shape: tuple, dtype: torch.dtype) -> None:
     """By the kernels of short, long and other samples, which have variants for what is wanted."""
     check_wanted(stored(draw(BIASED, shape, dtype), dtype), dtype)
-
-
-@pytest.mark.parametrize("mode", ["listing", "equation", "proximal"])
-@pytest.mark.parametrize(("shape", "active"), [(SHORT, 2), (SHORT, 8), (LONG, 2), (LONG, 8), ((2, 500, 768, 8), 5)], ids=str)
-def test_leaving_silent_heads_out_changes_nothing(shape: tuple, active: int, mode: str) -> None:
-    made = capped(shape, active, BF16, mode=mode)
-    found = without_silent(made, BF16)
-    check(found, made, BF16, some=True)
-    low = stored(made, BF16)
-    first = without_silent(low, BF16)
-    check(first, made, BF16, some=True)
-    for _ in range(20):
-        same_bits(without_silent(low, BF16), first)
 
 
 @pytest.mark.parametrize("busy", [0, plan.BUSY])
@@ -503,25 +490,6 @@ def test_a_network_trains_alike() -> None:
                 losses[name].append(loss.item())
     assert losses["fused"][-1] < losses["fused"][0]
     assert losses["fused"] == pytest.approx(losses["reference"], rel=1e-2)
-
-
-def test_which_layers_leave_silent_heads_out_is_chosen_by_time() -> None:
-    from dmst.kernels.skipping import choose_silent
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.open, self.closed = DMSA(384, 8), DMSA(384, 8, max_active_heads=1)
-
-        def forward(self, z: Tensor) -> Tensor:
-            z = z + self.open(z)
-            return z + self.closed(z)
-
-    net, z = Two().cuda(), torch.randn(16, 1024, 384, device="cuda")
-    with torch.autocast("cuda", dtype=BF16):
-        table = choose_silent(net, z)
-        assert [row.layer for row in table] == ["open", "closed"]
-        assert [net.open.skip_silent, net.closed.skip_silent] == [row.chosen for row in table]
 
 
 # --- last, since a bad address would end the process's use of the device ----------------------------------------------

@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from dmst.kernels.fused import (
-    active, active_hopper, adjoint, by_position, casts, columns, energy, few, hopper, mixture, moments, neighbours, norm,
-    resident, rows, score, score_adjoint, short, stream, update,
+    adjoint, by_position, casts, columns, energy, hopper, mixture, moments, neighbours, norm, resident, rows, score,
+    score_adjoint, stream, update,
 )
 
 B, F, I, S = "*bf16", "*fp32", "i32", "fp32"
@@ -46,36 +46,11 @@ PRODUCT = dict(ONTO, residual=None, keep_ptr=None, n=1)
 SETTLE = dict(K=8, P=48, COLUMNS=64, TILES=13, FULL=10, WARPS=4, MODE=0, GATED=True, UNIFORM=False, DELTA=True)
 PULL = dict(K=8, P=48, HEADS=1, WIDTH=64, TILES=13, FULL=10, WARPS=4, MODE=0, GATED=True, UNIFORM=False,
             SIGMOID=True, BIAS=True, UPDATE=True)
-ACTIVE = dict(D=384, K=8, P=48, RUN=16, BLOCKS=3, TOKENS=64, COLUMNS=128, DEPTH=64, STAGES=3, BIAS=True)
-SHORT = dict(D=384, K=8, P=48, RUN=16, SLOTS=3, ALL=8, TOKENS=256, COLUMNS=64, DEPTH=32, OUT=128, STAGES=4, DELTA=True)
-FEW = dict(D=384, K=8, P=48, STAGES=3, BLOCKS=2, BIAS_IN=True, BIAS_OUT=True, DELTA=True, MODE=0, WARPS=8)
-ENGINE = dict(D=384, K=8, P=48, COLUMNS=192)
-FIRST, SECOND = dict(ACTIVE, SLOTS=4, WEIGHTED=True), dict(ACTIVE, SLOTS=3, WEIGHTED=True, FOLD=False, MODE=0, ALL=8)
-SOME = dict(D=384, K=8, P=48, WIDTH=64, PARTS=16, ROWS=64, SPAN=384, DELTA=True, FOLD=True, MODE=0)
 NORM_BACK = dict(TOKENS=1, CHANNELS=128, LOW=True)
 NORM = dict(D=384, K=8, TOKENS=4, CHANNELS=128, Z=3, PENDING=1, ADD=True, ASSIGN=3, ROTARY=True, LEVEL=True, SCORES=True,
             BIAS=False, SIGMOID=True, SUMS=True)
 MIXTURE = dict(K=8, P=24, R=16, SHARPNESS=0.25, CHANNELS=32, KEYS=16)
 CASES = {
-    "active": [(short.short_kernel, dict(SHORT, MODE=m, BIAS_IN=b, BIAS_OUT=b, TOKENS=t, LEAST=l))
-               for m, b, t, l in ((0, True, 256, -1), (2, False, 128, 128))]
-    + [(few.few_kernel, c) for c in (
-        dict(FEW, tokens=256, theta_ptr=None),
-        dict(FEW, tokens=128, STAGES=4, K=3, P=128, MODE=2, DELTA=False, BIAS_IN=False, BIAS_OUT=False, bias_in_ptr=None,
-             bias_out_ptr=None),
-        dict(FEW, tokens=128, D=64, K=4, P=16, STAGES=1, BLOCKS=1, theta_ptr=None, b=1))]
-    + [(active.gate_active_kernel, dict(K=8, ALL=8, GATE=1, ACTIVE=2, ROWS=1024)),
-               (active.project_active_kernel, FIRST),
-               (active.project_active_kernel, dict(FIRST, WEIGHTED=False, BIAS=False, D=100, K=25, P=4, RUN=4, SLOTS=25)),
-               (active.finish_active_kernel, SOME), (active.finish_active_kernel, dict(SOME, FOLD=False, MODE=2, DELTA=False)),
-               (active.out_active_kernel, SECOND), (active.out_active_kernel, dict(SECOND, FOLD=True)),
-               (active.out_active_kernel, dict(SECOND, WEIGHTED=False, MODE=2, BIAS=False))],
-    "engine": [(kernel, dict(ENGINE, **c)) for kernel, c in (
-        (active_hopper.project_hopper_kernel, dict(WEIGHTED=True)),
-        (active_hopper.project_hopper_kernel, dict(WEIGHTED=False, D=256, P=64, K=4, COLUMNS=128, bias_ptr=None)),
-        (active_hopper.fold_out_hopper_kernel, {}),
-        (active_hopper.fold_out_hopper_kernel, dict(D=128, P=16, K=8, COLUMNS=128, bias_ptr=None)),
-        (active_hopper.fold_out_hopper_kernel, dict(D=64, P=64, K=1, COLUMNS=64, units=1)))],
     "gluon": [(hopper.hopper_kernel, c) for c in (
         PRODUCT, dict(PRODUCT, MOMENTS=True), dict(PRODUCT, BY_SAMPLE=True),
         dict(PRODUCT, D=256, OUT=256, COLUMNS=128, P=64, MOMENTS=True), dict(PRODUCT, OUT=1536, COLUMNS=128, P=16, HIDDEN=True),
@@ -139,25 +114,10 @@ LOW = {"rotated_ptr", "z_ptr", "s_ptr", "x_ptr", "assign_ptr", "grad_ptr", "ds_p
        "folded_ptr", "h_ptr", "dy_ptr", "dpre_ptr", "dh_ptr", "low_ptr", "projected_ptr", "keys_ptr", "dupdate_ptr",
        "dprojected_ptr", "dkeys_ptr"}
 REALS = {"scale", "delta", "sign", "eps"}
-LOW_PRODUCTS = (active.project_active_kernel, active.finish_active_kernel, active.out_active_kernel)
-
-
-MADE = (active_hopper.project_hopper_kernel, active_hopper.fold_out_hopper_kernel)
 WRITTEN = (resident.pull_kernel, stream.stream_kernel)  # their bits are no choice of the compiler
-LEAN = (hopper.hopper_kernel, few.few_kernel, *MADE)
 
 
 def kind(kernel, name, constants):
-    if kernel in MADE and name in ("z", "s", "out"):
-        return f"tensordesc<bf16[1,64,64],{few.SAMPLE!r}>"
-    if kernel is MADE[0] and name == "weight":
-        return f"tensordesc<bf16[{min(constants['P'] & -constants['P'], 64)},64],{few.SWIZZLED!r}>"
-    if kernel in MADE and name == "bias_ptr":
-        return B
-    if kernel is few.few_kernel and name in ("z", "out"):
-        return f"tensordesc<bf16[1,{constants['tokens']},64],{few.SAMPLE!r}>"
-    if kernel is few.few_kernel and name in ("weight_in", "weight_out"):
-        return f"tensordesc<bf16[{min(constants['P'] & -constants['P'], 64)},64],{few.SWIZZLED!r}>"
     if name in ("out", "residual") and constants.get("wide"):  # z is float32
         return f"tensordesc<fp32[64,32],{hopper.WIDE!r}>"
     if name in ("x", "weight", "out", "residual"):
@@ -166,8 +126,6 @@ def kind(kernel, name, constants):
         return S
     if kernel in (columns.totals_kernel, casts.casts_kernel) and name[0] in "pxo":
         return B if kernel is casts.casts_kernel and name[0] == "o" else F
-    if kernel in (short.short_kernel, few.few_kernel) and name.startswith(("weight_", "bias_", "out_ptr")):
-        return B
     words = {1: "*i32", 2: "*i32", 3: "*i64"}
     named = {"z_ptr": "Z", "assign_ptr": "ASSIGN", "pending_ptr": "PENDING"}
     if (word := words.get(constants.get(named.get(name)))) is not None:
@@ -176,11 +134,9 @@ def kind(kernel, name, constants):
         return B
     if kernel is norm.norm_adjoint_kernel and name in ("z_ptr", "dz_ptr"):
         return F
-    if name == "active_ptr":
-        return "*i32"
     if name in LOW or (name == "out_ptr" and kernel in (update.update_kernel, by_position.rotated_kernel)) or (
         name == "weight_ptr" and kernel in (moments.finish_kernel, update.gather_kernel)
-    ) or (name in ("weight_ptr", "out_ptr", "bias_ptr") and kernel in LOW_PRODUCTS):
+    ):
         return B
     return F if name.endswith("_ptr") or name.endswith(("_cos", "_sin")) else I
 
@@ -194,9 +150,9 @@ for kernel, constants in (case for group in groups for case in CASES[group]):
     given = [(place,) for place, name in enumerate(names) if gluon and name.endswith("_ptr") and name not in constants]
     aligned = {place: [["tt.divisibility", 16]] for place in given}
     source = (GluonASTSource if gluon else ASTSource)(kernel, signature, places, aligned)
-    options = {"maxnreg": 168} if kernel in LEAN else {}
+    options = {"maxnreg": 168} if kernel is hopper.hopper_kernel else {}
     options |= resident.AS_WRITTEN if kernel in WRITTEN else {}
-    options["num_warps"] = 8 if kernel in (few.few_kernel, short.short_kernel, stream.stream_kernel) else 4
+    options["num_warps"] = 8 if kernel is stream.stream_kernel else 4
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert done.asm["cubin"], kernel
     assert kernel not in WRITTEN or not re.search(r"\\b(mul|add|sub)\\.f32\\b", done.asm["ptx"]), kernel
@@ -212,8 +168,7 @@ for kernel, constants in (case for group in groups for case in CASES[group]):
         "score gate moments finish",
         "adjoint score_adjoint by_position rest",
         "gluon onto neighbours",
-        "active norm",
-        "engine",
+        "norm",
         "mixture",
     ],
 )

@@ -384,50 +384,6 @@ def gates(made: Layer) -> Tensor:
     return reference.gate_of(reference.score(wide.z, wide.weights, wide.form, wide.grid), wide.form)[1]
 
 
-# --- silent heads left out --------------------------------------------------------------------------------------------
-
-
-def without_silent(made: Layer, dtype: torch.dtype = F32) -> dict[str, Tensor | None]:
-    low = dtype != F32 and made.z.dtype == F32
-    with use_kernels("fused"), torch.no_grad(), torch.autocast(DEVICE, dtype=dtype if low else F16, enabled=low):
-        return {"output": kernels.attend(made.z, made.weights, made.form, grid=made.grid, skip=True)}
-
-
-def capped(shape: tuple, active: int, dtype: torch.dtype = F32, **options: Any) -> Layer:
-    """Just so many heads are on, other ones for each sample: the pooled scores lie close together."""
-    made = draw(("dmsa", {"max_active_heads": active, **options}), shape, dtype)
-    made = made._replace(weights=made.weights._replace(assign=made.weights.assign / 8))
-    assert (gates(made) != 0).sum(-1).tolist() == [active] * shape[0]
-    return made
-
-
-ROUTES = {"tiles": [], "whole samples": plan.SHORT}  # of tokens and columns, or a program a sample
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("mode", ["listing", "equation", "proximal"])
-def test_leaving_silent_heads_out_changes_nothing(mode: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short samples, and long ones with an output weight each; every buffer starts as NaN."""
-    monkeypatch.setattr(plan, "SHORT", ROUTES[route])
-    for shape, active, dtype in (((2, 37, 96, 8), 2, F32), ((2, 130, 48, 4), 3, F32), ((1, 50, 24, 3), 2, F16)):
-        made = capped(shape, active, dtype, mode=mode)
-        with fresh_memory_is_nan():
-            found = without_silent(made.map(guarded), dtype)
-        check(found, made, dtype, some=True)
-
-
-@interpreter
-def test_silent_heads_of_a_batch() -> None:
-    """No head on leaves the bias; a NaN gate is not silent, and stays in its sample."""
-    made = draw(("dmsa", {"gate_scale": 0.0}), (2, 20, 48, 4))
-    assert torch.equal(without_silent(made)["output"], made.weights.out_bias.expand(2, 20, 48))
-    made = capped((3, 9, 24, 4), 2)
-    clean, z = without_silent(made)["output"], made.z.clone()
-    z[1, 4, 5] = torch.nan
-    dirty = without_silent(made._replace(z=z))["output"]
-    assert torch.equal(dirty[[0, 2]], clean[[0, 2]]) and dirty[1].isnan().all()
-
-
 # --- fuzz -------------------------------------------------------------------------------------------------------------
 
 DRAWN = {

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from dmst.kernels import reference, silent
-from dmst.kernels.skipping import ON_CPU, choose_silent
 from dmst.operators import DMSA
 from tests.cases import excite, relative, tokens
 
@@ -93,9 +92,3 @@ def test_left_out_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(reference, "project", lambda *_: pytest.fail("ran dense where leaving heads out pays"))
         patch.setattr(reference, "project_out", lambda *_: pytest.fail("ran dense where leaving heads out pays"))
         DMSA(384, 8, max_active_heads=1)(torch.randn(8, 196, 384))
-
-
-def test_there_is_nothing_to_choose_on_a_cpu() -> None:
-    """`choose_silent` measures layers on a GPU, and says so elsewhere."""
-    table = choose_silent(nn.Sequential(sleepy()), tokens(b=1, n=9, d=48))
-    assert not table and str(table) == ON_CPU
