@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from dmst import tracing
 from dmst.errors import OptionError
 from dmst.kernels import hidden
-from dmst.kernels.neighbours import local_gelu
 from dmst.models.residual import Residual
 from dmst.operators.base import linear
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from dmst.models.config import ModelConfig
 
 Grid = tuple[int, int] | None
-torch.fx.wrap("local_gelu")  # torch.fx must not look inside: it branches on shapes
 
 
 class Mlp(nn.Module):
@@ -64,7 +62,11 @@ class LocalMlp(Mlp):
         if grid is None:
             raise OptionError("feedforward 'local' looks at neighbours: call the block with grid=(rows, columns).")
         h = self.fc1(z)  # (b, prefix + n, hidden)
-        active = local_gelu(h[:, self.prefix :], self.local.weight, grid)
+        patches = h[:, self.prefix :]
+        image = patches.unflatten(1, grid).permute(0, 3, 1, 2)
+        if tracing.exported():  # channels last in memory, one image is laid out as no batch is: the graph would be for one
+            image = image.contiguous()
+        active = F.gelu(patches + self.local(image).permute(0, 2, 3, 1).flatten(1, 2))
         return torch.cat((F.gelu(h[:, : self.prefix]), active), 1) if self.prefix else active
 
 

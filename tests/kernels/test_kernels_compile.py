@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from dmst.kernels.fused import (
-    adjoint, by_position, casts, columns, energy, hopper, mixture, moments, neighbours, norm, resident, rows, score,
+    adjoint, by_position, casts, columns, energy, hopper, mixture, moments, norm, resident, rows, score,
     score_adjoint, stream, update,
 )
 
@@ -97,8 +97,6 @@ CASES = {
     "mixture": [(kernel, dict(MIXTURE, TOKENS=t, MODE=m, UNIT=m == 1, EXACT=e, GROUPS=g, G=g))
                 for kernel in (mixture.forward_kernel, mixture.backward_kernel)
                 for t, m, e, g in ((64, 0, False, 64), (256, 2, False, 16), (64, 1, True, 16))],
-    "neighbours": [(kernel, dict(C=c, TOKENS=t, CHANNELS=64)) for c, t in ((768, 16), (100, 32)) for kernel in (
-        neighbours.local_kernel, neighbours.local_adjoint_kernel, neighbours.local_spread_kernel)],
     "rest": [(update.update_kernel, UPDATE), (update.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
              (update.update_kernel, dict(UPDATE, WEIGHTED=True)), (update.unfold_kernel, UNFOLD),
              (update.unfold_kernel, dict(UNFOLD, GATED=False, MODE=1, SAMPLES=1)),
@@ -111,7 +109,7 @@ CASES = {
              *((casts.casts_kernel, dict(COUNT=c, BLOCK=2048)) for c in (2, 4))],
 }
 LOW = {"rotated_ptr", "z_ptr", "s_ptr", "x_ptr", "assign_ptr", "grad_ptr", "ds_ptr", "update_ptr", "product_ptr", "dz_ptr",
-       "folded_ptr", "h_ptr", "dy_ptr", "dpre_ptr", "dh_ptr", "low_ptr", "projected_ptr", "keys_ptr", "dupdate_ptr",
+       "folded_ptr", "dy_ptr", "low_ptr", "projected_ptr", "keys_ptr", "dupdate_ptr",
        "dprojected_ptr", "dkeys_ptr"}
 REALS = {"scale", "delta", "sign", "eps"}
 WRITTEN = (resident.pull_kernel, stream.stream_kernel)  # their bits are no choice of the compiler
@@ -167,7 +165,7 @@ for kernel, constants in (case for group in groups for case in CASES[group]):
     [
         "score gate moments finish",
         "adjoint score_adjoint by_position rest",
-        "gluon onto neighbours",
+        "gluon onto",
         "norm",
         "mixture",
     ],

@@ -23,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from dmst import kernels, use_kernels
 from dmst.errors import DmstError
 from dmst.kernels import attempt
-from dmst.kernels.neighbours import local_gelu
 from tests.cases import build, gradients, grid_of, label, relative
 from tests.kernels.test_residual_step import block_of, draw_step
 from tests.kernels.test_residual_step import fused as fused_step
@@ -59,16 +58,12 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("what", ["layer", "layer of nothing", "step", "local"])
+@pytest.mark.parametrize("what", ["layer", "layer of nothing", "step"])
 def test_opcheck(what: str) -> None:
     """Schema, fake implementation, autograd and tracing with symbolic sizes, of what forward and backward passes call."""
     with Calls() as calls:
         if what == "step":
             fused_step(draw_step(LISTING, SMALL))
-        elif what == "local":
-            h, w = torch.randn(2, 6, 8, device=DEVICE, requires_grad=True), torch.randn(8, 1, 3, 3, device=DEVICE)
-            with use_kernels("fused"):
-                local_gelu(h, w.requires_grad_(), (2, 3)).sum().backward()
         else:
             for case in (LISTING, TSSA):
                 fused(draw(case, SMALL if what == "layer" else (2, 0, 24, 3), excited=True))
@@ -280,7 +275,7 @@ def test_ddp_is_one_process_with_the_whole_batch(tmp_path: Path) -> None:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exception]]:
     """The forward and backward passes raise what stands in the list. Afterwards every kernel is tried again."""
-    from dmst.kernels.fused import layer, neighbours, step
+    from dmst.kernels.fused import layer, step
 
     raised: list[Exception] = []
 
@@ -288,7 +283,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exception]]:
         raise raised[0]
 
     attempt.anew()
-    for module in (layer, step, neighbours):
+    for module in (layer, step):
         for name in ("forward", "backward"):
             monkeypatch.setattr(module, name, fail)
     yield raised
@@ -309,8 +304,6 @@ def test_a_kernel_that_fails_falls_back_once(failing: list[Exception]) -> None:
         fused(draw(LISTING, (2, 6, 36, 3)))
     with pytest.warns(RuntimeWarning, match="boom"):
         fused_step(draw_step(LISTING, (2, 6, 48, 3)))
-    with pytest.warns(RuntimeWarning, match="local MLPs .*boom"), use_kernels("fused"):
-        local_gelu(torch.randn(2, 6, 8, device=DEVICE), torch.randn(8, 1, 3, 3, device=DEVICE), (2, 3))
 
 
 def test_no_memory_is_no_broken_kernel(failing: list[Exception]) -> None:
