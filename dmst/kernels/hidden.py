@@ -7,7 +7,6 @@ GELU there keeps nothing else. `dmst::linear_gelu` is one node of a traced graph
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,16 +68,9 @@ def _run(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return attempt(z, _fused, _plain, (z, weight, bias), _broken, kind, says)
 
 
-def _fused(*tensors: Tensor | None) -> Tensor:
-    from dmst.kernels.fused import tape
-
-    return tape.play(_pass, (), tensors)
-
-
-def _pass(tensors: Sequence[Any]) -> Tensor:
+def _fused(z: Tensor, *weights: Any) -> Tensor:
     from dmst.kernels.fused import casts, hopper
 
-    z, *weights = tensors
     weight, bias = casts.cast_all(z.dtype, *weights)
     return hopper.hidden(aligned(z), weight, None if bias is None else bias.contiguous())
 

@@ -20,17 +20,15 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dmst import kernels, rotary, tracing
 from dmst.errors import DmstError
-from dmst.kernels import arithmetic, closed_form, plan, reference
-from dmst.kernels import form as form_module
+from dmst.kernels import closed_form, plan, reference
 from dmst.kernels.arithmetic import cast, wide
 from dmst.kernels.attempt import attempt, remembered
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import Form, Weights
-from dmst.kernels.fused import layer, tape
+from dmst.kernels.fused import layer
 from dmst.kernels.fused.calls import NOTHING, Kept
 
-tape.watch(plan, arithmetic, form_module, *tape.files())
-_PLAIN = tape.PLAIN  # a subclass may have no memory to give to a kernel
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})  # a subclass may have no memory to give to a kernel
 W, T, KEPT = len(Weights._fields), 4, len(Kept._fields)
 _INPUTS = ", ".join(
     ["Tensor z", "Tensor subspace", *(f"Tensor? {name}" for name in Weights._fields[1:])]
@@ -72,12 +70,12 @@ def _step(factors: rotary.Factors | None) -> int:
     return 0 if factors is None else factors.step
 
 
-def _factors(tables: Sequence[Tensor | None], step: int) -> rotary.Factors | None:
-    """Back from `_tables` and `_step`, in plain order."""
-    if tables[0] is None:
+def _ordered(factors: rotary.Factors | None) -> rotary.Factors | None:
+    """The tables in plain order: a graph may hold them in another."""
+    if factors is None:
         return None
-    far_cos, far_sin, near_cos, near_sin = (x.contiguous() for x in tables)  # type: ignore[union-attr]
-    return rotary.Factors(rotary.Table(far_cos, far_sin), rotary.Table(near_cos, near_sin), step)
+    far, near = (rotary.Table(*(x.contiguous() for x in table)) for table in (factors.far, factors.near))
+    return rotary.Factors(far, near, factors.step)
 
 
 def _run_forward(
@@ -100,15 +98,8 @@ def _run_backward(
 def _fused_forward(
     z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype, keeps: bool
 ) -> tuple[Tensor, Kept]:
-    step = _step(factors)
-    key, tensors = (form.text, step, dtype, keeps), (z, *weights, *_tables(factors))
-    return tape.play(_forward_pass, key, tensors, form, step, dtype, keeps)
-
-
-def _forward_pass(tensors: Sequence[Any], form: Form, step: int, dtype: torch.dtype, keeps: bool) -> tuple[Tensor, Kept]:
-    z, weights, factors = tensors[0], Weights(*tensors[1 : 1 + W]), _factors(tensors[1 + W :], step)
-    kernels.check(z, weights, form)  # its like is known from then on
-    out, kept = layer.forward(z, weights, form, factors, dtype)
+    kernels.check(z, weights, form)
+    out, kept = layer.forward(z, weights, form, _ordered(factors), dtype)
     return out, kept if keeps else NOTHING
 
 
@@ -116,17 +107,9 @@ def _fused_backward(
     dout: Tensor, z: Tensor, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype, kept: Kept,
     asked: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    step, asked = _step(factors), tuple(asked)
-    key, tensors = (form.text, step, dtype, asked), (dout, z, *weights, *_tables(factors), *kept)
-    return tape.play(_backward_pass, key, tensors, form, step, dtype, asked)
-
-
-def _backward_pass(
-    tensors: Sequence[Any], form: Form, step: int, dtype: torch.dtype, asked: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    dout, z, weights, rest = tensors[0], tensors[1], Weights(*tensors[2 : 2 + W]), tensors[2 + W :]
-    factors, kept, wanted = _factors(rest[:T], step), Kept(*rest[T:]), Weights(*asked[1:])  # type: ignore[arg-type]
-    return _in_order(*layer.backward(dout, z, weights, form, factors, dtype, kept, wanted, asked[0]), weights)
+    wants_z, *rest = asked
+    wanted = Weights(*rest)  # type: ignore[arg-type]
+    return _in_order(*layer.backward(dout, z, weights, form, _ordered(factors), dtype, kept, wanted, wants_z), weights)
 
 
 def _unfused_backward(*call: Any) -> tuple[Tensor | None, ...]:
@@ -198,7 +181,7 @@ def _unpack(arguments: tuple[Any, ...], z: Tensor) -> tuple[Weights, rotary.Fact
     *tensors, text, step, dtype = arguments
     far_cos, far_sin, near_cos, near_sin = tensors[W:]
     factors = None
-    if far_cos is not None:  # the pass puts them in plain order
+    if far_cos is not None:
         factors = rotary.Factors(rotary.Table(far_cos, far_sin), rotary.Table(near_cos, near_sin), step)
     return Weights(*tensors[:W]), factors, Form.read(text), dtype
 

@@ -22,13 +22,12 @@ from dmst.kernels import plan, registered
 from dmst.kernels.arithmetic import wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import Form, Weights
-from dmst.kernels.fused import layer, step, tape
+from dmst.kernels.fused import layer, step
 from dmst.kernels.fused.calls import NOTHING, Kept
 from dmst.kernels.fused.scale import inner, scaled, unscaled
 from dmst.kernels.fused.step import Around, Normed
 from dmst.kernels.registered import KEPT, T, W, library
 
-tape.watch(*tape.files())
 UNNORMED = (None,) * len(Normed._fields)
 A, N = len(Around._fields), len(Normed._fields)
 GRADS = 1 + A - 1 + W  # of z, of what stands around but for `keep`, of the weights
@@ -85,16 +84,7 @@ def _fused_forward(
     z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype,
     keeps: bool,
 ) -> tuple[Tensor, tuple[Tensor | None, ...], Kept]:  # fmt: skip
-    length = registered._step(factors)
-    key, tensors = (form.text, eps, length, dtype, keeps), (z, *around, *weights, *registered._tables(factors))
-    return tape.play(_forward_pass, key, tensors, eps, form, length, dtype, keeps)
-
-
-def _forward_pass(
-    tensors: Sequence[Any], eps: float, form: Form, length: int, dtype: torch.dtype, keeps: bool
-) -> tuple[Tensor, tuple[Tensor | None, ...], Kept]:
-    z, around, weights, factors = _taken(tensors, length)
-    out, normed, kept = step.forward(z, around, eps, weights, form, factors, dtype)
+    out, normed, kept = step.forward(z, around, eps, weights, form, registered._ordered(factors), dtype)
     return (out, normed, kept) if keeps else (out, UNNORMED, NOTHING)
 
 
@@ -102,19 +92,8 @@ def _fused_backward(
     dout: Tensor, low: Tensor | None, z: Tensor, around: Around, eps: float, weights: Weights, form: Form,
     factors: rotary.Factors | None, dtype: torch.dtype, normed: Normed, kept: Kept, asked: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    length, asked = registered._step(factors), tuple(asked)
-    tensors = (z, *around, *weights, *registered._tables(factors), dout, low, *normed, *kept)
-    return tape.play(_backward_pass, (form.text, eps, length, dtype, asked), tensors, eps, form, length, dtype, asked)
-
-
-def _backward_pass(
-    tensors: Sequence[Any], eps: float, form: Form, length: int, dtype: torch.dtype, asked: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    z, around, weights, factors = _taken(tensors, length)
-    dout, low, *rest = tensors[1 + A + W + T :]
-    wants_z, wants, wanted = _split(asked)
-    given = (dout, low, z, around, eps, weights, form, factors, dtype, Normed(*rest[:N]), Kept(*rest[N:]))
-    return _in_order(*step.backward(*given, wants_z, wants, wanted), around, weights, asked)
+    given = (dout, low, z, around, eps, weights, form, registered._ordered(factors), dtype, normed, kept)
+    return _in_order(*step.backward(*given, *_split(asked)), around, weights, asked)
 
 
 def _unfused_backward(*call: Any) -> tuple[Tensor | None, ...]:
@@ -122,12 +101,6 @@ def _unfused_backward(*call: Any) -> tuple[Tensor | None, ...]:
     plain: Callable[..., Any] = _plain_backward
     dz, grads = plain(*given, *_split(asked))
     return _in_order(dz, grads, call[3], call[5], asked)
-
-
-def _taken(tensors: Sequence[Any], length: int) -> tuple[Tensor, Around, Weights, rotary.Factors | None]:
-    tables = tensors[1 + A + W : 1 + A + W + T]
-    around, weights = Around(*tensors[1 : 1 + A]), Weights(*tensors[1 + A : 1 + A + W])
-    return tensors[0], around, weights, registered._factors(tables, length)
 
 
 def _split(asked: Sequence[bool]) -> tuple[bool, Around, Weights]:

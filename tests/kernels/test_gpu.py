@@ -296,15 +296,6 @@ def test_repeats_are_equal_to_the_bit(dtype: torch.dtype, repeats: int) -> None:
         same_bits(fused(made, dtype), first)
 
 
-@pytest.mark.parametrize("case", [LISTING, PROXIMAL, TSSA], ids=label)
-@pytest.mark.parametrize("shape", [SHORT, (2, 4096, 384, 8)], ids=str)
-def test_later_calls_of_a_shape(case: tuple, shape: tuple) -> None:
-    """They are launched in a shorter way than the first: with numbers of their own, as if they were the first."""
-    for _ in range(4):
-        made = draw(case, shape, BF16)
-        check(fused(made, BF16), made, BF16)
-
-
 def test_side_streams() -> None:
     """Two streams at once, forward and backward, as on the first one."""
     layers = [draw(LISTING, SHAPE), draw(TSSA, SHAPE)]

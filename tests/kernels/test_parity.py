@@ -174,13 +174,6 @@ def test_every_way_to_cut_the_work(case: tuple, way: str, monkeypatch: pytest.Mo
     check(found, made)
 
 
-def test_calls_of_one_shape_with_new_numbers() -> None:
-    """Later calls of a shape are launched in a shorter way than the first: each computes from what it is given."""
-    for _ in range(4):
-        made = draw(LISTING, SMALL, excited=True)
-        check(fused(made), made, like_plain=True)
-
-
 # --- memory: layouts, what is wanted, what is not ours ----------------------------------------------------------------
 
 

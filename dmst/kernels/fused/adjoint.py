@@ -19,10 +19,8 @@ import triton
 import triton.language as tl
 
 from dmst.kernels.fused.core import LISTING, PROXIMAL, attenuation, factor, gate_of_heads, head_block, rounded, tile
-from dmst.kernels.fused.launch import launched
 
 
-@launched
 @triton.jit
 def adjoint_kernel(
     grad_ptr, s_ptr, membership_ptr, moment_ptr, gate_ptr, divisor_ptr, theta_ptr,

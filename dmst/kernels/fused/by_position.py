@@ -14,11 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmst.kernels.fused.launch import launched
 from dmst.kernels.fused.turn import turns, weight_pairs
 
 
-@launched
 @triton.jit
 def rotated_kernel(
     assign_ptr, far_cos, far_sin, near_cos, near_sin, out_ptr, step, n,
@@ -42,7 +40,6 @@ def rotated_kernel(
         at += HEADS * D
 
 
-@launched
 @triton.jit
 def position_score_kernel(
     z_ptr, rotated_ptr, bias_ptr, out_ptr, score_ptr, b, n,
@@ -82,7 +79,6 @@ def _whole_dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K: tl.cons
     return value
 
 
-@launched
 @triton.jit
 def position_assign_kernel(
     z_ptr, dscores_ptr, dpooled_ptr, far_cos, far_sin, near_cos, near_sin, part_ptr, b, n, step, run,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dmst.kernels.arithmetic import cast
-from dmst.kernels.fused.launch import Cut, launch, launched, planned
+from dmst.kernels.fused.launch import Cut, launch, planned
 from dmst.kernels.plan import over
 
 MOST, BLOCK = 4, 2048  # tensors; numbers of one program
@@ -22,7 +22,6 @@ def _cast(x_ptr, out_ptr, size, block, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < size).to(out_ptr.dtype.element_ty), mask=at < size)
 
 
-@launched
 @triton.jit
 def casts_kernel(
     x0, x1, x2, x3, o0, o1, o2, o3, s0, s1, s2, s3, COUNT: tl.constexpr, BLOCK: tl.constexpr,

@@ -8,10 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmst.kernels.fused.launch import launched
 
-
-@launched
 @triton.jit
 def columns_kernel(
     x_ptr, out_ptr, rows, span, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr
@@ -42,7 +39,6 @@ def _total(part_ptr, out_ptr, rows, columns, block, ROWS: tl.constexpr, COLUMNS:
 SIZES = [f"{kind}{place}" for kind in "rc" for place in range(6)]
 
 
-@launched
 @triton.jit(do_not_specialize=SIZES)
 def totals_kernel(
     p0, p1, p2, p3, p4, p5, o0, o1, o2, o3, o4, o5, r0, r1, r2, r3, r4, r5, c0, c1, c2, c3, c4, c5,

@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 
 from dmst.kernels.fused.core import head_block, tile
-from dmst.kernels.fused.launch import launched
 
 
-@launched
 @triton.jit
 def energy_kernel(
     s_ptr, channel_ptr, temperature_ptr, score_ptr, out_ptr,
@@ -38,7 +36,6 @@ def energy_kernel(
     tl.store(out_ptr + place, weight / tl.sum(weight, 1)[:, None], mask=some)
 
 
-@launched
 @triton.jit
 def energy_adjoint_kernel(
     ds_ptr, s_ptr, x_ptr, channel_ptr, mean_ptr, temperature_ptr, dbias_ptr,

@@ -39,7 +39,7 @@ import triton
 from torch import Tensor
 
 from dmst.kernels.arithmetic import aligned
-from dmst.kernels.fused.launch import Cut, launch, launched, planned
+from dmst.kernels.fused.launch import Cut, launch, planned
 from dmst.kernels.plan import over
 
 try:
@@ -375,7 +375,6 @@ def _barriers(SLOTS: gl.constexpr, WEIGHTS: gl.constexpr):
     return full, empty, weight_full, weight_empty
 
 
-@launched
 @gluon.jit
 def hopper_kernel(
     x, weight, out, membership_ptr, bias_ptr, energy_ptr, mass_ptr, rows, tiles, pairs, residual, keep_ptr, n,

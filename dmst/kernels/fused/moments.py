@@ -15,7 +15,6 @@ import triton.language as tl
 
 from dmst.kernels.fused.core import PROXIMAL, attenuation, factor, head_block, tile, weigh
 from dmst.kernels.fused.gate import activate
-from dmst.kernels.fused.launch import launched
 
 
 @triton.jit
@@ -49,7 +48,6 @@ def _pick(values, head, ALL: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, ALL)[None, :] == head[:, None], values[None, :], 0.0), 1)
 
 
-@launched
 @triton.jit
 def gate_kernel(
     sum_ptr, gate_ptr, pooled_ptr, n, tiles, scale,
@@ -62,7 +60,6 @@ def gate_kernel(
     tl.store(gate_ptr + sample * K + head, gates, mask=head < K)
 
 
-@launched
 @triton.jit
 def moments_kernel(
     s_ptr, weight_ptr, channel_ptr, sum_ptr, theta_ptr, energy_ptr, mass_ptr, gate_ptr, pooled_ptr, update_ptr,
@@ -117,7 +114,6 @@ def moments_kernel(
             tl.store(update_ptr + at, update.to(update_ptr.dtype.element_ty), mask=real)
 
 
-@launched
 @triton.jit
 def finish_kernel(
     energy_ptr, mass_ptr, moment_ptr, divisor_ptr, gate_ptr, weight_ptr, folded_ptr,

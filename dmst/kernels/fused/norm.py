@@ -17,11 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmst.kernels.fused.launch import launched
 from dmst.kernels.fused.turn import PLAIN, fetch, places, turns, unpack, weight_pairs
 
 
-@launched
 @triton.jit
 def norm_score_kernel(
     z_ptr, pending_ptr, gamma_ptr, beta_ptr, assign_ptr, bias_ptr, far_cos, far_sin, near_cos, near_sin,
@@ -129,7 +127,6 @@ def _from_scores(
     return tl.reshape(tl.join(even, odd), (TOKENS, 2 * PAIRS))
 
 
-@launched
 @triton.jit
 def norm_adjoint_kernel(
     dy_ptr, dscores_ptr, dpooled_ptr, assign_ptr, far_cos, far_sin, near_cos, near_sin,

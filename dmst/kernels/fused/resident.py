@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 
 from dmst.kernels.fused.core import LISTING, MODES, PROXIMAL, attenuation, factor, weigh
-from dmst.kernels.fused.launch import Cut, launch, launched, planned
+from dmst.kernels.fused.launch import Cut, launch, planned
 from dmst.kernels.plan import over, power_of_two
 
 try:
@@ -112,7 +112,6 @@ def pulled(grad, s, share, c, m, mean, MODE: gl.constexpr, UNIFORM: gl.constexpr
     return ds, dpi
 
 
-@launched
 @gluon.jit(do_not_specialize=["n"])
 def settle_kernel(
     s_ptr, membership_ptr, gate_ptr, theta_ptr, update_ptr, moment_ptr, divisor_ptr, n, delta, sign,
@@ -186,7 +185,6 @@ def _spread(x, CHANNEL: gl.constexpr):
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, CHANNEL), assert_trivial=True), 1)
 
 
-@launched
 @gluon.jit(do_not_specialize=["n"])
 def pull_kernel(
     grad_ptr, s_ptr, membership_ptr, moment_ptr, gate_ptr, divisor_ptr, theta_ptr,

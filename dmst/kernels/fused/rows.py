@@ -13,11 +13,10 @@ from torch import Tensor
 
 from dmst.kernels.form import Weights
 from dmst.kernels.fused.core import rounded
-from dmst.kernels.fused.launch import launch, launched, planned
+from dmst.kernels.fused.launch import launch, planned
 from dmst.kernels.plan import power_of_two
 
 
-@launched
 @triton.jit
 def scale_kernel(
     weight_ptr, bias_ptr, scale_ptr, out_ptr, out_bias_ptr, along_rows, along_columns, each,
@@ -32,7 +31,6 @@ def scale_kernel(
         tl.store(out_bias_ptr + row, (scale * tl.load(bias_ptr + row).to(tl.float32)).to(out_bias_ptr.dtype.element_ty))
 
 
-@launched
 @triton.jit
 def unscale_kernel(
     dout_ptr, dbias_ptr, weight_ptr, bias_ptr, scale_ptr, dweight_ptr, new_dbias_ptr, dscale_ptr,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmst.kernels.fused.launch import launched
 from dmst.kernels.fused.turn import fetch, four, places, turns, unpack, weight_pairs
 
 GROUP = 8  # heads of one program
@@ -42,7 +41,6 @@ def _column(total, which, slot):
     return tl.where(slot == which, tl.sum(total, 1)[:, None], 0.0)
 
 
-@launched
 @triton.jit
 def score_kernel(
     z_ptr, assign_ptr, bias_ptr, far_cos, far_sin, near_cos, near_sin, out_ptr, sum_ptr,

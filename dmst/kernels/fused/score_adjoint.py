@@ -14,11 +14,9 @@ import triton
 import triton.language as tl
 
 from dmst.kernels.fused.gate import pull_back
-from dmst.kernels.fused.launch import launched
 from dmst.kernels.fused.turn import beside, fetch, four, places, turns, unpack, weight_pairs
 
 
-@launched
 @triton.jit
 def gate_adjoint_kernel(
     dgate_ptr, pooled_ptr, dpooled_ptr, dbias_ptr, above, n, scale,
@@ -63,7 +61,6 @@ def _add(e0, e1, e2, e3, o0, o1, o2, o3, dscore, assign_ptr, head, pair, D: tl.c
     return e0, e1, e2, e3, o0, o1, o2, o3
 
 
-@launched
 @triton.jit
 def into_tokens_kernel(
     assign_ptr, dscores_ptr, dpooled_ptr, product_ptr, far_cos, far_sin, near_cos, near_sin, dz_ptr,
@@ -122,7 +119,6 @@ def _leave(dassign_ptr, even_sum, odd_sum, head, pair, D: tl.constexpr, K: tl.co
     tl.store(at + 1, tl.sum(odd_sum, 0), mask=(head < K) & (2 * pair + 1 < D))
 
 
-@launched
 @triton.jit
 def into_assign_kernel(
     z_ptr, dscores_ptr, dpooled_ptr, far_cos, far_sin, near_cos, near_sin, dassign_ptr,

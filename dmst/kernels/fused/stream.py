@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dmst.kernels import plan
 from dmst.kernels.fused.core import MODES, PROXIMAL, attenuation, factor
-from dmst.kernels.fused.launch import Cut, launch, launched, planned
+from dmst.kernels.fused.launch import Cut, launch, planned
 from dmst.kernels.fused.resident import AS_WRITTEN, _serves, between, gl, gluon, pulled
 from dmst.kernels.plan import over
 
@@ -26,7 +26,6 @@ F32 = torch.float32
 WARPS, TILES = 8, 2  # within 3 % of the fastest of twelve, with 512 or 1,056 programs, at 65,536 and 262,144 tokens
 
 
-@launched
 @gluon.jit
 def stream_kernel(
     grad_ptr, s_ptr, membership_ptr, moment_ptr, gate_ptr, divisor_ptr, theta_ptr, total_ptr,

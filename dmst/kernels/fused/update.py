@@ -12,10 +12,8 @@ import triton
 import triton.language as tl
 
 from dmst.kernels.fused.core import PROXIMAL, attenuation, factor, gate_of_heads, head_block, rounded, tile, weigh
-from dmst.kernels.fused.launch import launched
 
 
-@launched
 @triton.jit
 def update_kernel(
     s_ptr, membership_ptr, moment_ptr, gate_ptr, theta_ptr, out_ptr,
@@ -41,7 +39,6 @@ def update_kernel(
         tl.store(out_ptr + at, update.to(out_ptr.dtype.element_ty), mask=real)
 
 
-@launched
 @triton.jit
 def unfold_kernel(
     product_ptr, moment_ptr, gate_ptr, out_ptr, b, sign,
@@ -65,7 +62,6 @@ def unfold_kernel(
     tl.store(out_ptr + at, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=real)
 
 
-@launched
 @triton.jit
 def gather_kernel(
     product_ptr, weight_ptr, out_ptr, along_rows, along_columns,
