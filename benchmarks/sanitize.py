@@ -54,11 +54,10 @@ def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype)
             assert torch.isfinite(hopper.hidden(z.detach(), weight, bias)).all()
     elif way == "step":
         norm = (torch.ones(d, device="cuda", dtype=dtype), torch.zeros(d, device="cuda", dtype=dtype), 1e-6)
-        keep, pending = torch.rand(b, 1, 1, device="cuda").round() * 2, torch.randn_like(z)
+        keep = torch.rand(b, 1, 1, device="cuda").round() * 2
         scale = torch.full((d,), 0.5, device="cuda", dtype=dtype, requires_grad=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32 and d % 16 == 0):
-            around = {"scale": scale, "keep": keep, "pending": pending}
-            backward(step.residual_step(z, *norm, layer.weights(), layer.form, **around), z)
+            backward(step.residual_step(z, *norm, layer.weights(), layer.form, scale=scale, keep=keep), z)
     else:
         side = torch.cuda.Stream() if way == "stream" else torch.cuda.current_stream()
         side.wait_stream(torch.cuda.current_stream())

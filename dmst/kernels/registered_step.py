@@ -1,11 +1,9 @@
 """The residual step as operators that PyTorch knows, `dmst::step` and `dmst::step_backward`, in the manner of registered.py.
 
 step             z, what is around the layer, its weights -> z', the normed tokens, mean and rstd, what the layer keeps
-step_backward    dz' and all of these -> dz, and the gradients of the norm's weights, the scale, what was pending and the
-                 layer's weights
+step_backward    dz' and all of these -> dz, and the gradients of the norm's weights, the scale and the layer's weights
 
-`low` is keep * dz' in the compute dtype: made in the graph, where the compiler writes it beside dz'. Something pending has the
-compute dtype. Where the sum z + pending was kept, the way back takes it for z, and holds neither.
+`low` is keep * dz' in the compute dtype: made in the graph, where the compiler writes it beside dz'.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ from dmst.kernels.registered import KEPT, T, W, library
 UNNORMED = (None,) * len(Normed._fields)
 A, N = len(Around._fields), len(Normed._fields)
 GRADS = 1 + A - 1 + W  # of z, of what stands around but for `keep`, of the weights
-PENDING, TOTAL = 1 + Around._fields.index("pending"), Normed._fields.index("total")  # among the inputs; of what is kept
-_AROUND = "Tensor norm_weight, Tensor norm_bias, Tensor? scale, Tensor? pending, Tensor? keep"
+_AROUND = "Tensor norm_weight, Tensor norm_bias, Tensor? scale, Tensor? keep"
 _INPUTS = registered._INPUTS.replace("Tensor z", f"Tensor z, {_AROUND}", 1)
 _OPTIONS = f"float eps, {registered._OPTIONS}"
 _NORMED = ", ".join(f"Tensor {name}" for name in Normed._fields)
@@ -45,11 +42,11 @@ library.define(
 
 
 def residual_step(
-    z: Tensor, norm_weight: Tensor, norm_bias: Tensor, scale: Tensor | None, pending: Tensor | None, keep: Tensor | None,
+    z: Tensor, norm_weight: Tensor, norm_bias: Tensor, scale: Tensor | None, keep: Tensor | None,
     eps: float, weights: Weights, form: Form, *, grid: tuple[int, int] | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """z' (b, n, d); where nobody is looking without the operators, as `registered.attend`."""
-    factors, around = None, Around(norm_weight, norm_bias, scale, pending, keep)
+    factors, around = None, Around(norm_weight, norm_bias, scale, keep)
     if weights.assign is not None:
         _, n, d = z.shape
         factors = rotary.factors(form.rotary, d, n, grid, step=plan.STEP, device=z.device, dtype=torch.float32)
@@ -113,7 +110,6 @@ def _in_order(
 ) -> tuple[Tensor | None, ...]:
     wants_z, *rest = asked
     names = (*Around._fields[:-1], *Weights._fields)
-    around = around._replace(pending=grads.get("pending"))  # which has the dtype of what was pending, and that may be gone
     given = zip(names, (*around[:-1], *weights), rest, strict=True)
     return (dz if wants_z else None), *(registered._like(grads.get(name), x) if ask else None for name, x, ask in given)
 
@@ -126,7 +122,7 @@ class _Eager(torch.autograd.Function):
         *tensors, ctx.eps, ctx.form, ctx.factors, ctx.dtype = arguments
         given = (Around(*tensors[:A]), ctx.eps, Weights(*tensors[A:]), ctx.form, ctx.factors, ctx.dtype)
         out, normed, kept = _run_forward(z, *given)
-        ctx.save_for_backward(*_lean((z, *tensors), (*normed, *kept)))
+        ctx.save_for_backward(z, *tensors, *normed, *kept)
         return out
 
     @staticmethod
@@ -145,15 +141,6 @@ class _Eager(torch.autograd.Function):
                 given = (around, ctx.eps, weights, ctx.form, ctx.factors, ctx.dtype)
                 grads = _run_backward(dout, None, z, *given, Normed(*rest[:N]), Kept(*rest[N:]), asked)
         return (*_placed(grads), None, None, None, None)
-
-
-def _lean(tensors: Sequence[Tensor | None], kept: Sequence[Tensor | None], none: Tensor | None = None) -> list[Tensor | None]:
-    """What the way back needs: z + pending in the place of z, where it was kept."""
-    saved = [*tensors, *kept]
-    total = kept[TOTAL]
-    if tensors[PENDING] is not None and total is not None and total.numel():
-        saved[0], saved[PENDING], saved[len(tensors) + TOTAL] = total, None, none
-    return saved
 
 
 def _rounded(dout: Tensor, keep: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -198,12 +185,10 @@ def _plain_forward(
     z: Tensor, around: Around, eps: float, weights: Weights, form: Form, factors: rotary.Factors | None, dtype: torch.dtype,
     keeps: bool = True,
 ) -> tuple[Tensor, tuple[Tensor | None, ...], Kept]:  # fmt: skip
-    total = None if around.pending is None else _total(z.contiguous(), around)
-    z = z if total is None else total
     y, mean, rstd = _norm(z, around, eps)
     update, kept = registered._plain_forward(y, scaled(weights, around.scale), form, factors, dtype)
     out = layer.add(z.contiguous(), update, around.keep)
-    normed = Normed(y.to(dtype), mean.squeeze(-1), rstd.squeeze(-1), total)
+    normed = Normed(y.to(dtype), mean.squeeze(-1), rstd.squeeze(-1))
     return (out, normed, kept) if keeps else (out, UNNORMED, NOTHING)
 
 
@@ -212,8 +197,7 @@ def _plain_backward(
     factors: rotary.Factors | None, dtype: torch.dtype, normed: Normed, kept: Kept, wants_z: bool, wants: Around,
     wanted: Weights,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:  # fmt: skip
-    """From z alone, and what was pending if that is still to be added."""
-    z = _total(z, around)
+    """From z alone."""
     y, mean, rstd = _norm(z, around, eps)
     asked = inner(wanted, weights, around.scale, bool(wants.scale))
     dy, grads = registered._plain_backward(
@@ -224,13 +208,7 @@ def _plain_backward(
     given = (wide(z), z.shape[-1:], mean, rstd, gamma, beta, [True] * 3)
     dz, grads["norm_weight"], grads["norm_bias"] = torch.ops.aten.native_layer_norm_backward(dy, *given)
     dz = dz + dout
-    if wants.pending:
-        grads["pending"] = dz.to(dtype, copy=True)
     return dz.to(z.dtype), grads
-
-
-def _total(z: Tensor, around: Around) -> Tensor:
-    return z if around.pending is None else (z + around.pending).to(z.dtype)
 
 
 def _norm(z: Tensor, around: Around, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,15 +232,13 @@ def _fake_forward(z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     if Form.read(text).save == "nothing":
         return out, *(z.new_empty(0, dtype=torch.float32) for _ in range(N)), *kept
     mean, rstd = (z.new_empty(b, n, dtype=torch.float32) for _ in range(2))
-    total = z.new_empty(0, dtype=torch.float32) if tensors[PENDING - 1] is None else z.new_empty(z.shape)
-    return out, update, mean, rstd, total, *kept
+    return out, update, mean, rstd, *kept
 
 
 @torch.library.register_fake("dmst::step_backward", lib=library)
 def _fake_backward(dout: Tensor, low: Tensor, z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    *tensors, wanted, _, _, _, dtype = arguments
+    *tensors, wanted, _, _, _, _ = arguments
     inputs = [z, *tensors[: A - 1], *tensors[A : A + W]]
-    inputs[PENDING] = z.new_empty(z.shape, dtype=dtype)  # which may be gone, and its gradient asked for
     return tuple(
         torch.empty_like(value, memory_format=torch.contiguous_format) if asked and value is not None else z.new_empty(0)
         for asked, value in zip(wanted, inputs, strict=True)
@@ -275,7 +251,7 @@ def _fake_backward(dout: Tensor, low: Tensor, z: Tensor, *arguments: Any) -> tup
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, ctx.eps, ctx.form, ctx.step, ctx.dtype = inputs
     _, *kept = output
-    ctx.save_for_backward(*_lean(tensors, kept, tensors[0].new_empty(0, dtype=torch.float32)))
+    ctx.save_for_backward(*tensors, *kept)
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)
 
@@ -299,13 +275,11 @@ registered.differentiable("step_backward", _backward, registered.no_second, lamb
 
 
 @register_flop_formula(torch.ops.dmst.step)
-def _flops(z: Any, gamma: Any, beta: Any, scale: Any, pending: Any, keep: Any, *rest: Any, **__: Any) -> int:
+def _flops(z: Any, gamma: Any, beta: Any, scale: Any, keep: Any, *rest: Any, **__: Any) -> int:
     """The layer's alone, as counters count no norm and no addition."""
     return registered._flops(z, *rest)
 
 
 @register_flop_formula(torch.ops.dmst.step_backward)
-def _backward_flops(
-    dout: Any, low: Any, z: Any, gamma: Any, beta: Any, scale: Any, pending: Any, keep: Any, *rest: Any, **__: Any
-) -> int:
+def _backward_flops(dout: Any, low: Any, z: Any, gamma: Any, beta: Any, scale: Any, keep: Any, *rest: Any, **__: Any) -> int:
     return registered._backward_flops(dout, z, *rest)

@@ -2,9 +2,6 @@
 
     z' = z + keep * scale * attend(norm(z))
 
-Where something is pending, z is z + pending: what the step before this one has still to add to the stream is added on the way
-in, so that the stream is read once for both.
-
 Under autocast z stays in float32. Apart, the norm writes float32, the scores read that and a cast reads it again; in one, z is
 read once, and the norm leaves its tokens in the compute dtype with their scores (`fused/step.py`, `registered_step.py`).
 """
@@ -16,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmst import kernels
-from dmst.errors import ShapeError
 from dmst.kernels import choice, plan
 from dmst.kernels.arithmetic import cast
 from dmst.kernels.autocast import without_autocast
@@ -35,23 +31,17 @@ def residual_step(
     *,
     scale: Tensor | None = None,
     keep: Tensor | None = None,
-    pending: Tensor | None = None,
     grid: Grid = None,
 ) -> Tensor:
-    """z' (b, n, d) in the dtype of z, which is that of the weights. scale: (d) or (); keep: (b, 1, 1), a factor a sample;
-    pending: (b, n, d).
-    """
+    """z' (b, n, d) in the dtype of z, which is that of the weights. scale: (d) or (); keep: (b, 1, 1), a factor a sample."""
     kernels.check(z, weights, form)
-    if pending is not None and pending.shape != z.shape:
-        raise ShapeError(f"pending has shape {tuple(pending.shape)}: it must be that of z, {tuple(z.shape)}.")
     dtype = kernels.compute_dtype(z)
     if not serves(z, form, dtype):
-        return plain(z, norm_weight, norm_bias, eps, weights, form, scale=scale, keep=keep, pending=pending, grid=grid)
+        return plain(z, norm_weight, norm_bias, eps, weights, form, scale=scale, keep=keep, grid=grid)
     from dmst.kernels.registered_step import residual_step  # Triton is imported only where it is used
 
     with without_autocast(z):
-        pending = cast(pending, dtype)
-        return residual_step(z, norm_weight, norm_bias, scale, pending, keep, eps, weights, form, grid=grid, dtype=dtype)
+        return residual_step(z, norm_weight, norm_bias, scale, keep, eps, weights, form, grid=grid, dtype=dtype)
 
 
 def plain(
@@ -64,12 +54,9 @@ def plain(
     *,
     scale: Tensor | None = None,
     keep: Tensor | None = None,
-    pending: Tensor | None = None,
     grid: Grid = None,
 ) -> Tensor:
     """The definition, which everything else is compared with."""
-    if pending is not None:
-        z = (z + pending).to(z.dtype)
     update = kernels.attend(F.layer_norm(z, z.shape[-1:], norm_weight, norm_bias, eps), weights, form, grid=grid)
     if scale is not None:
         update = scale * update

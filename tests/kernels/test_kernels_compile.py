@@ -46,8 +46,8 @@ PRODUCT = dict(ONTO, residual=None, keep_ptr=None, n=1)
 SETTLE = dict(K=8, P=48, COLUMNS=64, TILES=13, FULL=10, WARPS=4, MODE=0, GATED=True, UNIFORM=False, DELTA=True)
 PULL = dict(K=8, P=48, HEADS=1, WIDTH=64, TILES=13, FULL=10, WARPS=4, MODE=0, GATED=True, UNIFORM=False,
             SIGMOID=True, BIAS=True, UPDATE=True)
-NORM_BACK = dict(TOKENS=1, CHANNELS=128, LOW=True)
-NORM = dict(D=384, K=8, TOKENS=4, CHANNELS=128, Z=3, PENDING=1, ADD=True, ASSIGN=3, ROTARY=True, LEVEL=True, SCORES=True,
+NORM_BACK = dict(TOKENS=1, CHANNELS=128)
+NORM = dict(D=384, K=8, TOKENS=4, CHANNELS=128, Z=3, ASSIGN=3, ROTARY=True, LEVEL=True, SCORES=True,
             BIAS=False, SIGMOID=True, SUMS=True)
 MIXTURE = dict(K=8, P=24, R=16, SHARPNESS=0.25, CHANNELS=32, KEYS=16)
 CASES = {
@@ -85,7 +85,7 @@ CASES = {
                     (by_position.position_score_kernel, dict(PLACE, BIAS=True, SIGMOID=True, SUMS=True, STAGES=3)),
                     (by_position.position_assign_kernel, dict(PLACE, GATED=True, STAGES=3))],
     "norm": [(norm.norm_score_kernel, c) for c in (
-        NORM, dict(NORM, ADD=False, PENDING=0), dict(NORM, SCORES=False, SUMS=False, ROTARY=False, D=192, CHANNELS=64),
+        NORM, dict(NORM, SCORES=False, SUMS=False, ROTARY=False, D=192, CHANNELS=64),
         dict(NORM, D=100, K=12, Z=0, ASSIGN=0, LEVEL=False, BIAS=True), dict(NORM, D=15, K=3, ROTARY=False, CHANNELS=16, Z=0,
         ASSIGN=0, SIGMOID=False, SUMS=False), dict(NORM, D=640, TOKENS=2, Z=1, ASSIGN=1))]
     + [(norm.norm_adjoint_kernel, dict(NORM_BACK, D=d, K=k, ASSIGN=a, ROTARY=r, SCORES=a != 9, GATED=r, WEIGHTS=w))
@@ -109,7 +109,7 @@ CASES = {
              *((casts.casts_kernel, dict(COUNT=c, BLOCK=2048)) for c in (2, 4))],
 }
 LOW = {"rotated_ptr", "z_ptr", "s_ptr", "x_ptr", "assign_ptr", "grad_ptr", "ds_ptr", "update_ptr", "product_ptr", "dz_ptr",
-       "folded_ptr", "dy_ptr", "low_ptr", "projected_ptr", "keys_ptr", "dupdate_ptr",
+       "folded_ptr", "dy_ptr", "projected_ptr", "keys_ptr", "dupdate_ptr",
        "dprojected_ptr", "dkeys_ptr"}
 REALS = {"scale", "delta", "sign", "eps"}
 WRITTEN = (resident.pull_kernel, stream.stream_kernel)  # their bits are no choice of the compiler
@@ -125,7 +125,7 @@ def kind(kernel, name, constants):
     if kernel in (columns.totals_kernel, casts.casts_kernel) and name[0] in "pxo":
         return B if kernel is casts.casts_kernel and name[0] == "o" else F
     words = {1: "*i32", 2: "*i32", 3: "*i64"}
-    named = {"z_ptr": "Z", "assign_ptr": "ASSIGN", "pending_ptr": "PENDING"}
+    named = {"z_ptr": "Z", "assign_ptr": "ASSIGN"}
     if (word := words.get(constants.get(named.get(name)))) is not None:
         return word
     if name == "y_ptr":

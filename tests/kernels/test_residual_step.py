@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import dmst
 from dmst import use_kernels
-from dmst.errors import ShapeError
 from dmst.kernels import Form, Weights, plan, step
 from dmst.models.block import Block
 from dmst.models.config import ModelConfig
@@ -63,7 +62,6 @@ class Step(NamedTuple):
     form: Form
     grad: Tensor
     grid: tuple[int, int]
-    pending: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Step:
         def over(x: Any) -> Any:
@@ -88,11 +86,11 @@ def draw_step(case: tuple, shape: tuple, dtype: torch.dtype = F32, *, scale: str
 def differentiate(take: Callable[..., Tensor], made: Step, frozen: tuple[str, ...] = ()) -> dict[str, Tensor | None]:
     """What the step adds to z and to dz', and the gradient of everything that has one."""
     named = {"z": made.z, "norm_weight": made.norm_weight, "norm_bias": made.norm_bias, "scale": made.scale}
-    named |= {"pending": made.pending} | {f"weights.{name}": w for name, w in made.weights._asdict().items()}
+    named |= {f"weights.{name}": w for name, w in made.weights._asdict().items()}
     leaves = {name: x.detach().requires_grad_(name not in frozen) for name, x in named.items() if x is not None}
     weights = Weights(*(leaves.get(f"weights.{name}") for name in Weights._fields))  # type: ignore[arg-type]
     rest = (leaves["z"], leaves["norm_weight"], leaves["norm_bias"], EPS, weights, made.form)
-    out = take(*rest, scale=leaves.get("scale"), keep=made.keep, pending=leaves.get("pending"), grid=made.grid)
+    out = take(*rest, scale=leaves.get("scale"), keep=made.keep, grid=made.grid)
     assert out.dtype == made.z.dtype
     asked = {name: x for name, x in leaves.items() if x.requires_grad}
     found = dict(zip(asked, torch.autograd.grad(out, [*asked.values()], made.grad, allow_unused=True), strict=True))
@@ -199,22 +197,6 @@ def test_a_block_stored_in_bfloat16() -> None:
     assert {x.dtype for x in found.values() if x is not None} == {BF16}
     assert relative(found["weights.subspace"], told["weights.subspace"]) < 2e-2
     assert relative(found["output"] + made.z, told["output"] + made.z.double()) < BARS[BF16][0]  # z' is rounded itself
-
-
-@pytest.mark.parametrize("case", by_default([LISTING, PROXIMAL, TSSA], 1), ids=label)
-def test_pending_is_added_on_the_way_in(case: tuple) -> None:
-    """What the block before has still to add: as if it had been added to z, and dpending is dz."""
-    made = draw_step(case, SMALL)
-    pending = torch.randn_like(made.z)
-    for form in (made.form, replace(made.form, save="nothing")):
-        late, at_once = made._replace(pending=pending, form=form), made._replace(z=made.z + pending, form=form)
-        found, told, right = fused(late), plain(late.map(Tensor.double), F64), fused(at_once)
-        assert relative(found["output"], told["output"]) < 1e-6 and relative(found["pending"], told["pending"]) < 1e-6
-        for name, value in right.items():
-            if name not in ("output", "z") and value is not None:
-                assert relative(found[name], value) < 1e-5, name
-    with pytest.raises(ShapeError, match="pending has shape"):
-        fused(made._replace(pending=pending[:1]))
 
 
 # --- bits and memory --------------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@
     dz_n = dout_n + rstd_n (dx_n - mean(dx_n) - x_n mean(dx_n x_n)),    dx = gamma dy
     dgamma = sum_n dy_n x_n,    dbeta = sum_n dy_n           one row of partial sums a program
 
-What the residual stream still owes (`pending`) is added to z on the way in, and the sum written; on the way back it has dz too.
-
 A program has whole rows in registers, a tuple of chunks of channels; forward as pairs, which rotate. The mean is known before
 the variance is summed. Plain float32 arithmetic, one sum over the lanes for each head.
 """
@@ -22,11 +20,11 @@ from dmst.kernels.fused.turn import PLAIN, fetch, places, turns, unpack, weight_
 
 @triton.jit
 def norm_score_kernel(
-    z_ptr, pending_ptr, gamma_ptr, beta_ptr, assign_ptr, bias_ptr, far_cos, far_sin, near_cos, near_sin,
-    total_ptr, y_ptr, mean_ptr, rstd_ptr, out_ptr, sum_ptr,
+    z_ptr, gamma_ptr, beta_ptr, assign_ptr, bias_ptr, far_cos, far_sin, near_cos, near_sin,
+    y_ptr, mean_ptr, rstd_ptr, out_ptr, sum_ptr,
     n, step, tiles, eps,
-    D: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, Z: tl.constexpr, PENDING: tl.constexpr,
-    ADD: tl.constexpr, ASSIGN: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, SCORES: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, Z: tl.constexpr,
+    ASSIGN: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, SCORES: tl.constexpr,
     BIAS: tl.constexpr, SIGMOID: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     PAIRS: tl.constexpr = CHANNELS // 2
@@ -42,14 +40,6 @@ def norm_score_kernel(
         pair = c * PAIRS + tl.arange(0, PAIRS)[None, :]
         first, second = fetch(z_ptr, row, pair, here if EVEN else here & (2 * pair < D), Z, D)
         even, odd = unpack(first, second, Z)
-        if ADD:
-            first, second = fetch(pending_ptr, row, pair, here if EVEN else here & (2 * pair < D), PENDING, D)
-            more_even, more_odd = unpack(first, second, PENDING)
-            sums = tl.reshape(tl.join(even + more_even, odd + more_odd), (TOKENS, CHANNELS)).to(total_ptr.dtype.element_ty)
-            channel = c * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-            tl.store(total_ptr + row * D + channel, sums, mask=here if EVEN else here & (channel < D))
-            even, odd = (even + more_even).to(total_ptr.dtype.element_ty), (odd + more_odd).to(total_ptr.dtype.element_ty)
-            even, odd = even.to(tl.float32), odd.to(tl.float32)
         total += even + odd
         evens += (even,)
         odds += (odd,)
@@ -130,9 +120,9 @@ def _from_scores(
 @triton.jit
 def norm_adjoint_kernel(
     dy_ptr, dscores_ptr, dpooled_ptr, assign_ptr, far_cos, far_sin, near_cos, near_sin,
-    dout_ptr, z_ptr, gamma_ptr, mean_ptr, rstd_ptr, dz_ptr, low_ptr, part_ptr, rows, run, n, step,
+    dout_ptr, z_ptr, gamma_ptr, mean_ptr, rstd_ptr, dz_ptr, part_ptr, rows, run, n, step,
     D: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, ASSIGN: tl.constexpr,
-    ROTARY: tl.constexpr, SCORES: tl.constexpr, GATED: tl.constexpr, WEIGHTS: tl.constexpr, LOW: tl.constexpr,
+    ROTARY: tl.constexpr, SCORES: tl.constexpr, GATED: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """A run of rows, a few at a time; part (2, programs, D): dgamma, dbeta."""
     PAIRS: tl.constexpr = CHANNELS // 2
@@ -183,8 +173,6 @@ def norm_adjoint_kernel(
             real = here if EVEN else here & (channel < D)
             dz = douts[c] + rstd * (dxs[c] - lean - xs[c] * along)
             tl.store(dz_ptr + row * D + channel, dz.to(dz_ptr.dtype.element_ty), mask=real)
-            if LOW:
-                tl.store(low_ptr + row * D + channel, dz.to(low_ptr.dtype.element_ty), mask=real)
     if WEIGHTS:
         for c in tl.static_range(CHUNKS):
             place = c * CHANNELS + tl.arange(0, CHANNELS)

@@ -4,8 +4,7 @@
     backward    keep * dz', rounded | the layer, but for the last pass | dz = dz' + the norm's adjoint of dy (one pass)
 
 The scale is part of the output weight (`scale.py`, `rows.py`). Kept beside what the layer keeps: y in the compute dtype, mean
-and rstd of each token; with save="nothing" none of it, and the backward pass begins with the norm. Where something is pending,
-z is z + pending throughout, and that sum is kept.
+and rstd of each token; with save="nothing" none of it, and the backward pass begins with the norm.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class Around(NamedTuple):
     norm_weight: Tensor  # (d)
     norm_bias: Tensor  # (d)
     scale: Tensor | None  # (d), or one number ()
-    pending: Tensor | None  # (b, n, d), compute dtype: what is to be added to z first
     keep: Tensor | None  # (b, 1, 1): 0 where stochastic depth leaves a sample's update out
 
 
@@ -46,7 +44,6 @@ class Normed(NamedTuple):
     y: Tensor  # (b, n, d), compute dtype
     mean: Tensor  # (b, n)
     rstd: Tensor  # (b, n)
-    total: Tensor | None  # (b, n, d), dtype of z: z + pending, where something was pending
 
 
 def forward(
@@ -55,7 +52,7 @@ def forward(
     z, weights = aligned(z), calls.flat(weights)
     normed, scored = norm_score(z, around, eps, weights, form, factors, dtype)
     given = (normed.y, scaled(weights, around.scale, dtype), form, factors, dtype, scored)
-    out, kept = layer.forward(*given, (z if normed.total is None else normed.total, around.keep))
+    out, kept = layer.forward(*given, (z, around.keep))
     return out, normed, kept
 
 
@@ -68,20 +65,17 @@ def backward(
     z, dout, weights, scored = aligned(z), aligned(dout), calls.flat(weights), None
     if form.save == "nothing":
         normed, scored = norm_score(z, around, eps, weights, form, factors, dtype)
-    z = z if normed.total is None else normed.total
     weigh = bool(wants.norm_weight or wants.norm_bias)
-    below, rounded = bool(wants_z or wants.pending or weigh), dtype if wants.pending else None
+    below = bool(wants_z or weigh)
     given = (normed.y, scaled(weights, around.scale, dtype), form, factors, dtype, kept)
     asked = inner(wanted, weights, around.scale, bool(wants.scale))
     parts: dict[str, Tensor] = {}
     flow, grads = layer.backward(thinned(dout, around.keep, dtype) if low is None else low, *given, asked, below, scored, parts)
     dz = None
     if flow is not None:
-        dz, dlow, part = norm_adjoint(flow, weights, form, factors, dout, z, around, normed, weigh, rounded)
+        dz, part = norm_adjoint(flow, weights, form, factors, dout, z, around, normed, weigh)
         if part is not None:
             parts |= {"norm_weight": part[0], "norm_bias": part[1]}
-        if dlow is not None:
-            grads["pending"] = dlow
     return dz, unscaled(grads | calls.add_up(parts), weights, around.scale, wanted)
 
 
@@ -94,28 +88,26 @@ def norm_score(
     """The normed tokens, and their scores as `calls.score` returns them: none where the layer has none."""
     (b, n, d), k, scores = z.shape, form.num_heads, weights.assign is not None
     tokens, token_kind = words(z)
-    pending, pending_kind = (None, 0) if around.pending is None else words(aligned(around.pending))
     assign, assign_kind = words(weights.assign) if weights.assign is not None else (None, 0)
     step = 1 if factors is None else factors.step
-    biased, turned, kinds = weights.assign_bias is not None, factors is not None and scores, (token_kind, pending_kind)
-    tiles, cut = _plan_norm(form, z.shape, kinds, pending is not None, assign_kind, scores, biased, turned, step)
+    biased, turned = weights.assign_bias is not None, factors is not None and scores
+    tiles, cut = _plan_norm(form, z.shape, token_kind, assign_kind, scores, biased, turned, step)
     y = torch.empty(b, n, d, device=z.device, dtype=dtype)
-    total = None if pending is None else torch.empty_like(z)
     mean, rstd = (torch.empty(b, n, device=z.device, dtype=F32) for _ in range(2))
     out = torch.empty(b, n, k, device=z.device, dtype=F32) if scores else None
     sums = torch.empty(b, tiles, k, device=z.device, dtype=F32) if scores and form.gate is not None else None
     turn = (z,) * 4 if factors is None else (*factors.far, *factors.near)
     gamma, beta = around.norm_weight.contiguous(), around.norm_bias.contiguous()
     launch(
-        norm_score_kernel, cut, tokens, pending, gamma, beta, assign, weights.assign_bias, *turn,
-        total, y, mean, rstd, out, sums, n, step, tiles, eps,
+        norm_score_kernel, cut, tokens, gamma, beta, assign, weights.assign_bias, *turn,
+        y, mean, rstd, out, sums, n, step, tiles, eps,
     )  # fmt: skip
-    return Normed(y, mean, rstd, total), (out, sums)
+    return Normed(y, mean, rstd), (out, sums)
 
 
 @lru_cache(1024)
 def _plan_norm(
-    form: Form, shape: tuple[int, int, int], kinds: tuple[int, int], add: bool, assign_kind: int, scores: bool, bias: bool,
+    form: Form, shape: tuple[int, int, int], token_kind: int, assign_kind: int, scores: bool, bias: bool,
     turned: bool, step: int,
 ) -> tuple[int, Cut]:  # fmt: skip
     """And the tiles of a sample."""
@@ -124,7 +116,7 @@ def _plan_norm(
     tiles = over(n, tile.tokens)
     return tiles, planned(
         (b * tiles,),
-        D=d, K=form.num_heads, TOKENS=tile.tokens, CHANNELS=tile.channels, Z=kinds[0], PENDING=kinds[1], ADD=add,
+        D=d, K=form.num_heads, TOKENS=tile.tokens, CHANNELS=tile.channels, Z=token_kind,
         ASSIGN=assign_kind, ROTARY=turned, LEVEL=turned and step % tile.tokens == 0, SCORES=scores, BIAS=bias,
         SIGMOID=form.membership == "sigmoid", SUMS=scores and form.gate is not None, num_warps=tile.warps, maxnreg=128,
     )  # fmt: skip
@@ -132,9 +124,9 @@ def _plan_norm(
 
 def norm_adjoint(
     flow: calls.Flow, weights: Weights, form: Form, factors: rotary.Factors | None, dout: Tensor, z: Tensor, around: Around,
-    normed: Normed, weigh: bool, low: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """dz = dout + what the norm makes of the layer's flow; the same in the dtype `low`; partial sums (2, programs, d) of the
+    normed: Normed, weigh: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """dz = dout + what the norm makes of the layer's flow; partial sums (2, programs, d) of the
     gradients of its weights.
     """
     b, n, d = z.shape
@@ -142,31 +134,27 @@ def norm_adjoint(
     run = over(over(b * n, tile.tokens), plan.NORM_PROGRAMS) * tile.tokens
     programs = over(b * n, run)
     dz = torch.empty_like(z)
-    dlow = None if low is None else torch.empty_like(z, dtype=low)
     part = torch.empty(2, programs, d, device=z.device, dtype=F32) if weigh else None
     assign, assign_kind = words(weights.assign) if weights.assign is not None else (None, 0)
     turn, step = ((z,) * 4, 1) if factors is None else ((*factors.far, *factors.near), factors.step)
     turned, gated = factors is not None, flow.dpooled is not None
-    cut = _plan_norm_adjoint(
-        programs, d, form.num_heads, tile, assign_kind, flow.dscores is not None, turned, gated, weigh, low is not None
-    )
+    cut = _plan_norm_adjoint(programs, d, form.num_heads, tile, assign_kind, flow.dscores is not None, turned, gated, weigh)
     gamma = around.norm_weight.contiguous()
     launch(
         norm_adjoint_kernel, cut, flow.product, flow.dscores, flow.dpooled, assign, *turn,
-        dout, z, gamma, normed.mean, normed.rstd, dz, dlow, part, b * n, run, n, step,
+        dout, z, gamma, normed.mean, normed.rstd, dz, part, b * n, run, n, step,
     )  # fmt: skip
-    return dz, dlow, part
+    return dz, part
 
 
 @lru_cache(1024)
 def _plan_norm_adjoint(
     programs: int, d: int, k: int, tile: plan.Tile, assign_kind: int, scores: bool, turned: bool, gated: bool, weigh: bool,
-    low: bool,
 ) -> Cut:  # fmt: skip
     return planned(
         (programs,),
         D=d, K=k, TOKENS=tile.tokens, CHANNELS=tile.channels, ASSIGN=assign_kind, ROTARY=turned, SCORES=scores,
-        GATED=gated, WEIGHTS=weigh, LOW=low, num_warps=tile.warps,
+        GATED=gated, WEIGHTS=weigh, num_warps=tile.warps,
     )  # fmt: skip
 
 
