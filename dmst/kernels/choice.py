@@ -99,7 +99,7 @@ def triton_problem() -> str:
             return f"Triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
         if release > NEWEST_TRITON:
             return f"Triton {version} is newer than {'.'.join(map(str, NEWEST_TRITON))}, {UNTESTED}"
-        importlib.import_module("dmst.kernels.registered")
+        importlib.import_module("dmst.kernels.registered_step")
     except Exception as error:  # a broken build fails in many ways; each means the same here
         return f"Triton cannot be used ({type(error).__name__}: {error})"
     return ""
