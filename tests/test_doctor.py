@@ -107,13 +107,14 @@ def test_a_fused_kernel_that_gives_way_has_failed(monkeypatch: pytest.MonkeyPatc
     """The plain kernel takes over, and its right numbers do not count."""
     if choice.triton_problem():
         pytest.skip("needs Triton")
-    from dmst.kernels import attempt, registered
+    from dmst.kernels import attempt
+    from dmst.kernels.fused import layer
 
     def breaks(*_: object) -> None:
         raise RuntimeError("out of resource: shared memory")
 
-    monkeypatch.setattr(registered.layer, "forward", breaks)
-    monkeypatch.setattr(registered, "_broken", attempt.remembered())
+    monkeypatch.setattr(layer, "_fused_forward", breaks)
+    monkeypatch.setattr(layer, "_broken", attempt.remembered())
     monkeypatch.setattr(choice, "verdict", lambda *_: choice.Verdict(True, "here"))
     for _ in range(2):  # what gave way once is silent afterwards: it must be said again
         problem = doctor.problem_of(doctor.sample_layer(torch.float32), HERE, torch.float32, True)

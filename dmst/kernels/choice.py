@@ -99,7 +99,7 @@ def triton_problem() -> str:
             return f"Triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
         if release > NEWEST_TRITON:
             return f"Triton {version} is newer than {'.'.join(map(str, NEWEST_TRITON))}, {UNTESTED}"
-        importlib.import_module("dmst.kernels.registered_step")
+        importlib.import_module("dmst.kernels.fused.layer")
     except Exception as error:  # a broken build fails in many ways; each means the same here
         return f"Triton cannot be used ({type(error).__name__}: {error})"
     return ""
@@ -180,7 +180,7 @@ def verdict(device: torch.device, dtype: torch.dtype, form: Form, dim: int, choi
 
 
 def _fused_attend(*args: Any, **kwargs: Any) -> Tensor:
-    from dmst.kernels.registered import attend  # Triton is imported only where it is used
+    from dmst.kernels.fused.layer import attend  # Triton is imported only where it is used
 
     return attend(*args, **kwargs)
 

@@ -2,12 +2,10 @@
 
 The kernel (`fused/hopper.py`) takes GELU of its float32 sums, so that the hidden channels are written once, and read by the
 second product alone. Where a gradient is wanted plain torch stays: z W^T + b must be kept then, and what the compiler makes of
-GELU there keeps nothing else. `dmst::linear_gelu` is one node of a traced graph, as the layers are (registered.py).
+GELU there keeps nothing else. It is one node of a traced graph.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from torch.nn import functional as F
 
 from dmst import tracing
 from dmst.kernels import choice, compute_dtype, plan, without_autocast
-from dmst.kernels.arithmetic import aligned, cast
+from dmst.kernels.arithmetic import cast
 from dmst.kernels.attempt import attempt, remembered
 from dmst.kernels.autocast import autocast_is_on
 
@@ -38,7 +36,7 @@ def linear_gelu(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """gelu(z W^T + b), (..., h), in the compute dtype. Only where `serves`."""
     low = cast(z, compute_dtype(z))  # in the graph: the compiler writes it so where it makes z
     with without_autocast(z):
-        return _run(low, weight, bias) if tracing.is_plain_eager() else torch.ops.dmst.linear_gelu(low, weight, bias)
+        return _run(low, weight, bias)
 
 
 def _on_gpu(z: Tensor) -> bool:
@@ -58,6 +56,8 @@ _fits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _run(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if tracing.traced():
+        return _fused(z, weight, bias)
     kind = weight.shape, z.dtype, z.device
     if kind in _broken:
         return _plain(z, weight, bias)
@@ -68,23 +68,11 @@ def _run(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return attempt(z, _fused, _plain, (z, weight, bias), _broken, kind, says)
 
 
-def _fused(z: Tensor, *weights: Any) -> Tensor:
-    from dmst.kernels.fused import casts, hopper
+def _fused(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from dmst.kernels.fused import hopper
 
-    weight, bias = casts.cast_all(z.dtype, *weights)
-    return hopper.hidden(aligned(z), weight, None if bias is None else bias.contiguous())
+    return hopper.own_product(z, weight.to(z.dtype), cast(bias, z.dtype), None, None, True)
 
 
 def _plain(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.gelu(F.linear(z, cast(weight, z.dtype), cast(bias, z.dtype)))
-
-
-library = torch.library.Library("dmst", "FRAGMENT")  # straight to Python: `custom_op` asks the host for more
-library.define("linear_gelu(Tensor z, Tensor weight, Tensor? bias) -> Tensor")
-for _device in ("CPU", "CUDA"):
-    library.impl("linear_gelu", _run, _device)
-
-
-@torch.library.register_fake("dmst::linear_gelu", lib=library)
-def _(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return z.new_empty(*z.shape[:-1], weight.shape[0])

@@ -1,4 +1,4 @@
-"""How the fused layer is cut into programs: a function of the shape, so that equal shapes give equal bits on one stream.
+"""How the fused layer is cut into programs: a function of the shape, so that equal shapes give equal bits.
 
 Chosen by times on one H200 in bfloat16 at width 384 with 8 heads (docs/kernels.md); other widths follow unmeasured. Nothing is
 tuned at run time.
@@ -6,7 +6,6 @@ tuned at run time.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,17 +14,20 @@ STEP = 32  # tokens in one rotary step: a tile of the score kernels lies within 
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
 ASSIGN_PROGRAMS = 132  # rows of partial sums for the gradient of `assign`
 POSITION_PROGRAMS = 528  # the same by position: four a processor, each with a run of positions
-FOLDED = 4  # samples at most, each with an output product of its own
 UNFOLDED = 64  # samples at most whose products with dout give the output weight's gradient, and A of the adjoint
 PIECE = 4096  # tokens: sixteen products of so many took the library 35 us, four of four times as many 47, one of all 42
 BY_HAND = 16384  # rows from which our own product serves
-BUSY = 16384  # tokens from which a device has more to do than the host that launches its kernels one by one
 NORM_PROGRAMS = 4224  # rows of partial sums for the gradients of a norm's weights
-WIDEST = 128  # of one head
-WIDEST_NORM = 1024  # channels of a token that registers hold
-ONTO = True  # the residual is added in the output product
-STEPS = True  # norm, layer and residual in one
 MOST_HEADS = 64
+WIDEST = 128  # channels of one head
+WIDEST_NORM = 1024  # channels of a token that registers hold
+# What can be switched off, to see what it is worth
+STEPS = True  # norm, layer and residual in one
+ONTO = True  # the residual is added in our own output product
+BY_POSITION = True  # large batches rotate the weights of the scores, not the tokens
+RESIDENT = True  # short samples wait in shared memory between two sweeps
+STREAM = True  # the second sweep of the adjoint of long samples by its own kernel
+LONG = True  # long samples have an output weight each
 
 
 class Sweep(NamedTuple):
@@ -50,38 +52,28 @@ def power_of_two(x: int) -> int:
 
 
 def sweep(b: int, n: int, k: int, p: int) -> Sweep:
-    return _sweep(b, n, k, p, PROGRAMS)
-
-
-def whole(b: int, n: int, k: int, p: int) -> Sweep | None:
-    """Each sample in one program for its heads, twice over its tokens; None where there are too few samples for that."""
-    return _whole(b, n, k, p, PROGRAMS)
-
-
-@lru_cache(1024)
-def _sweep(b: int, n: int, k: int, p: int, programs: int) -> Sweep:
     width = power_of_two(p)
     heads = max(1, min(power_of_two(k), 256 // width))
-    tokens = max(1, min(power_of_two(n), 2048 // (heads * width)))
-    splits = max(1, min(over(programs, b * over(k, heads)), over(n, max(tokens, 64))))
+    tokens = max(1, 2048 // (heads * width))
+    splits = max(1, min(over(PROGRAMS, b * over(k, heads)), over(n, max(tokens, 64))))
     span = over(over(n, splits), tokens) * tokens
     return Sweep(heads, width, tokens, over(n, span), span, warps=4, stages=3)
 
 
-@lru_cache(1024)
-def _whole(b: int, n: int, k: int, p: int, programs: int) -> Sweep | None:
+def whole(b: int, n: int, k: int, p: int) -> Sweep | None:
+    """Each sample in one program for its heads, twice over its tokens; None where there are too few samples for that."""
     width = power_of_two(p)
-    for columns, least in ((256, programs), (128, programs // 2)):
+    for columns, least in ((256, PROGRAMS), (128, PROGRAMS // 2)):
         heads = max(1, min(power_of_two(k), columns // width))
         if b * over(k, heads) >= least:
-            tokens = max(1, min(power_of_two(n), 8192 // (heads * width)))
+            tokens = max(1, 8192 // (heads * width))
             return Sweep(heads, width, tokens, 1, over(n, tokens) * tokens, warps=4, stages=3)
     return None
 
 
 def by_position(b: int, k: int, dtype: torch.dtype, turned: bool) -> bool:
     """Whether to rotate the weights, three numbers a head and position, in place of every sample's tokens."""
-    return turned and dtype == torch.bfloat16 and b >= 8 * max(8, power_of_two(k))
+    return BY_POSITION and turned and dtype == torch.bfloat16 and b >= 8 * max(8, power_of_two(k))
 
 
 class Tile(NamedTuple):
@@ -130,23 +122,16 @@ class Batch(NamedTuple):
 def position_score(b: int, d: int) -> Batch:
     if b >= 128:
         return Batch(128, min(64, max(16, power_of_two(d))), 4)
-    return Batch(min(64, max(16, power_of_two(b))), min(128, max(16, power_of_two(d))), 4)
+    return Batch(64, min(128, max(16, power_of_two(d))), 4)
 
 
-def position_adjoint(b: int, d: int) -> Batch:
-    return Batch(min(32, max(16, power_of_two(b))), min(128, max(16, power_of_two(d))), 4)
-
-
-def route(b: int, splits: int, mode: str, *, fits: bool = True) -> str:
-    """How the update comes about: `along` the moments in a second sweep, `fold`ed into a weight for each sample, or `apart`."""
-    if splits == 1:
-        return "along"
-    return "fold" if b <= FOLDED and mode != "proximal" and fits else "apart"
+def position_adjoint(d: int) -> Batch:
+    return Batch(32, min(128, max(16, power_of_two(d))), 4)
 
 
 def weighted(n: int, d: int, dtype: torch.dtype) -> bool:
     """Whether samples are long enough for an output weight each, and cut evenly. float16 has no room for small pi s."""
-    return dtype == torch.bfloat16 and n % 128 == 0 and n >= 2 * d
+    return LONG and dtype == torch.bfloat16 and n % 128 == 0 and n >= 2 * d
 
 
 def pieces(b: int, n: int) -> int:

@@ -3,7 +3,8 @@
     z' = z + keep * scale * attend(norm(z))
 
 Under autocast z stays in float32. Apart, the norm writes float32, the scores read that and a cast reads it again; in one, z is
-read once, and the norm leaves its tokens in the compute dtype with their scores (`fused/step.py`, `registered_step.py`).
+read once, and the norm leaves its tokens in the compute dtype with their scores (`fused/layer.py`). LayerScale becomes a part
+of the output weight, W' = diag(scale) W, and costs no pass over the tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from dmst import kernels
 from dmst.kernels import choice, plan
-from dmst.kernels.arithmetic import cast
+from dmst.kernels.arithmetic import cast, wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import Form, Weights
 
@@ -38,10 +39,21 @@ def residual_step(
     dtype = kernels.compute_dtype(z)
     if not serves(z, form, dtype):
         return plain(z, norm_weight, norm_bias, eps, weights, form, scale=scale, keep=keep, grid=grid)
-    from dmst.kernels.registered_step import residual_step  # Triton is imported only where it is used
+    from dmst.kernels.fused import layer  # Triton is imported only where it is used
 
     with without_autocast(z):
-        return residual_step(z, norm_weight, norm_bias, scale, keep, eps, weights, form, grid=grid, dtype=dtype)
+        weights = scaled(weights, scale)
+        return layer.residual_step(z, norm_weight, norm_bias, keep, eps, weights, form, grid=grid, dtype=dtype)
+
+
+def scaled(weights: Weights, scale: Tensor | None) -> Weights:
+    """The weights of scale * attend."""
+    if scale is None:
+        return weights
+    rows = wide(scale).reshape(-1)
+    out = wide(weights.subspace.mT if weights.out is None else weights.out)
+    bias = None if weights.out_bias is None else rows * wide(weights.out_bias)
+    return weights._replace(out=rows.unsqueeze(-1) * out, out_bias=bias)
 
 
 def plain(

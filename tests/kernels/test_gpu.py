@@ -139,10 +139,8 @@ def test_working_sizes(case: tuple, n: int) -> None:
 @pytest.mark.parametrize(
     "case", [LISTING, EQUATION, PROXIMAL, ("dmsa", {"rotary": "2d"}), ("tssa", {"position_scores": "1d"})], ids=label
 )
-@pytest.mark.parametrize("busy", [0, plan.BUSY])
-def test_large_batches(case: tuple, busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches(case: tuple) -> None:
     """Scores by position where the host has time, and samples that are not split over programs; NaN stays in its sample."""
-    monkeypatch.setattr(plan, "BUSY", busy)
     monkeypatch.setattr(plan, "BY_HAND", 0)
     for shape in (SHORT, (300, 40, 96, 2)):
         made = draw(case, shape, BF16)
@@ -179,11 +177,9 @@ def test_what_is_wanted_decides_no_bit_of_the_rest(shape: tuple, dtype: torch.dt
     check_wanted(stored(draw(BIASED, shape, dtype), dtype), dtype)
 
 
-@pytest.mark.parametrize("busy", [0, plan.BUSY])
 @pytest.mark.parametrize("shape", [(256, 197, 384, 8), (3, 896, 384, 8)], ids=str)
 @pytest.mark.parametrize("case", [LISTING, EQUATION, PROXIMAL, TSSA], ids=label)
-def test_the_residual_step(case: tuple, shape: tuple, busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "BUSY", busy)
+def test_the_residual_step(case: tuple, shape: tuple) -> None:
     made = draw_step(case, shape, BF16)
     found = residual.fused(made, BF16)
     residual.check(found, made, BF16)
@@ -215,14 +211,24 @@ def test_products(d: int, h: int, dtype: torch.dtype) -> None:
     for rows in (1, 63, 64, 65, 5000, 40_000):
         x = drawn(rows, d, dtype=dtype)
         with fresh_memory_is_nan():
-            assert relative(ours.hidden(x, weight, bias), F.gelu(x.double() @ weight.double().mT + bias.double())) < bar
-            assert relative(ours.product(x, square, z_bias), x.double() @ square.double().mT + z_bias.double()) < bar
-            assert relative(ours.product(x, square.mT, None), x.double() @ square.double()) < bar
-    clean = ours.hidden(x, weight, bias)
+            assert (
+                relative(
+                    ours.own_product(x, weight, bias, None, None, True), F.gelu(x.double() @ weight.double().mT + bias.double())
+                )
+                < bar
+            )
+            assert (
+                relative(
+                    ours.own_product(x, square, z_bias, None, None, False), x.double() @ square.double().mT + z_bias.double()
+                )
+                < bar
+            )
+            assert relative(ours.own_product(x, square.mT, None, None, None, False), x.double() @ square.double()) < bar
+    clean = ours.own_product(x, weight, bias, None, None, True)
     for _ in range(20):
-        assert torch.equal(ours.hidden(x, weight, bias), clean)
+        assert torch.equal(ours.own_product(x, weight, bias, None, None, True), clean)
     x[777, 5], x[778] = float("nan"), 100 * x[778]
-    found = ours.hidden(x, weight, bias)
+    found = ours.own_product(x, weight, bias, None, None, True)
     assert found[777].isnan().all() and found[778].isfinite().all()
     assert torch.equal(found[:777], clean[:777]) and torch.equal(found[779:], clean[779:])
 
@@ -263,9 +269,8 @@ def test_the_layer_keeps_two_tensors() -> None:
 
 @pytest.mark.parametrize("shape", [WORKING, SHORT, (6, 1000, 96, 2), (4, 768, 384, 8)], ids=str)  # by each route
 @pytest.mark.parametrize("case", [LISTING, PROXIMAL, TSSA], ids=label)
-def test_a_layer_that_saves_nothing(case: tuple, shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_saves_nothing(case: tuple, shape: tuple) -> None:
     """The same bits, the output alone after the forward pass, and no higher a peak in the backward pass."""
-    monkeypatch.setattr(plan, "BUSY", 0)
     made = stored(draw(case, shape, BF16), BF16)
     other, size = made._replace(form=replace(made.form, save="nothing")), made.z.numel() * made.z.element_size()
     same_bits(fused(other, BF16), fused(made, BF16))

@@ -19,15 +19,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from dmst.kernels.fused import (
-    adjoint, by_position, casts, columns, energy, hopper, mixture, moments, norm, resident, rows, score,
-    score_adjoint, stream, update,
+    adjoint, by_position, energy, gate, hopper, long, mixture, moments, norm, resident, score, score_adjoint, stream,
 )
 
 B, F, I, S = "*bf16", "*fp32", "i32", "fp32"
 BLOCK = dict(K=8, P=48, HEADS=2, WIDTH=64, TOKENS=16)
-ALONG = dict(BLOCK, ALL=8, UNIFORM=False, NORMALIZE=False, FINISH=True, DELTA=True, GATE=1, ACTIVE=0, UPDATE=True,
-             WEIGHTED=False, MODE=0, STAGES=2)
-FOLD = dict(ALONG, FINISH=False, UPDATE=False, WEIGHTED=True)
+ALONG = dict(BLOCK, UNIFORM=False, NORMALIZE=False, DELTA=True, GATED=True, UPDATE=True, MODE=0, STAGES=2)
+SUMS = dict(ALONG, UPDATE=False)
 TURNED = dict(D=384, K=8, TOKENS=16, CHANNELS=32, ROTARY=True, LEVEL=True)
 SCORE = dict(TURNED, Z=1, ASSIGN=1, BIAS=False, SIGMOID=True, SUMS=True)
 FINISH = dict(D=384, K=8, P=48, WIDTH=64, PARTS=256, ROWS=64, SPAN=384, UNIFORM=False, DELTA=True, GATED=True, FOLD=True,
@@ -66,10 +64,10 @@ CASES = {
     "score": [(score.score_kernel, c) for c in (
         SCORE, dict(SCORE, K=3, BIAS=True, ASSIGN=0, Z=2), dict(SCORE, Z=0, ROTARY=False, SIGMOID=False),
         dict(SCORE, Z=3, ASSIGN=3, LEVEL=False, K=12, D=100))],
-    "gate": [(moments.gate_kernel, dict(K=8, ALL=8, GATE=1, ACTIVE=2, ROWS=1024))],
+    "gate": [(gate.gate_kernel, dict(K=8, ALL=8, GATE=1, ACTIVE=2, ROWS=1024))],
     "moments": [(moments.moments_kernel, c) for c in (
-        ALONG, FOLD, dict(ALONG, GATE=0, MODE=2), dict(ALONG, GATE=4, ACTIVE=2), dict(ALONG, UNIFORM=True, GATE=0, DELTA=False),
-        dict(FOLD, WEIGHTED=False, NORMALIZE=True, GATE=0), dict(ALONG, MODE=1, ACTIVE=2))],
+        ALONG, SUMS, dict(ALONG, GATED=False, MODE=2), dict(ALONG, UNIFORM=True, GATED=False, DELTA=False),
+        dict(SUMS, NORMALIZE=True, GATED=False), dict(ALONG, MODE=1))],
     "finish": [(moments.finish_kernel, c) for c in (FINISH, dict(FINISH, FOLD=False), dict(FINISH, GATED=False, MODE=1))],
     "adjoint": [(adjoint.adjoint_kernel, c) for c in (
         ADJOINT, dict(ADJOINT, PULL=False), dict(ADJOINT, SUM=False, MODE=1), dict(ADJOINT, MODE=2),
@@ -79,8 +77,7 @@ CASES = {
         BACK, dict(BACK, ASSIGN=0, ROTARY=False, GATED=False), dict(BACK, ASSIGN=3, LEVEL=False, K=12))]
     + [(score_adjoint.into_assign_kernel, c) for c in (
         ASSIGN, dict(ASSIGN, Z=0, ROTARY=False, GATED=False), dict(ASSIGN, Z=3, LEVEL=False, K=12))]
-    + [(score_adjoint.gate_adjoint_kernel, dict(K=8, ALL=8, GATE=gate, ACTIVE=2 * (gate == 1), **bias))
-       for gate, bias in ((1, {}), (2, dict(dbias_ptr=None)), (3, {}), (4, {}), (5, {}))],
+    + [(gate.gate_adjoint_kernel, dict(K=8, ALL=8, GATE=g, ACTIVE=2 * (g == 1))) for g in (1, 2, 3, 4, 5)],
     "by_position": [(by_position.rotated_kernel, dict(D=384, K=8, HEADS=8, PAIRS=64, ASSIGN=1)),
                     (by_position.position_score_kernel, dict(PLACE, BIAS=True, SIGMOID=True, SUMS=True, STAGES=3)),
                     (by_position.position_assign_kernel, dict(PLACE, GATED=True, STAGES=3))],
@@ -90,23 +87,16 @@ CASES = {
         ASSIGN=0, SIGMOID=False, SUMS=False), dict(NORM, D=640, TOKENS=2, Z=1, ASSIGN=1))]
     + [(norm.norm_adjoint_kernel, dict(NORM_BACK, D=d, K=k, ASSIGN=a, ROTARY=r, SCORES=a != 9, GATED=r, WEIGHTS=w))
        for d, k, a, r, w in (
-           (384, 8, 3, True, True), (100, 3, 0, False, False), (640, 12, 1, True, True), (384, 8, 9, False, True))]
-    + [(rows.scale_kernel, dict(D=384, WIDTH=512, BIAS=True)), (rows.scale_kernel, dict(D=100, WIDTH=128, BIAS=False)),
-       (rows.unscale_kernel, dict(D=384, WIDTH=512, WEIGHT=True, BIAS=True)),
-       (rows.unscale_kernel, dict(D=384, WIDTH=512, WEIGHT=False, BIAS=True))],
+           (384, 8, 3, True, True), (100, 3, 0, False, False), (640, 12, 1, True, True), (384, 8, 9, False, True))],
     "mixture": [(kernel, dict(MIXTURE, TOKENS=t, MODE=m, UNIT=m == 1, EXACT=e, GROUPS=g, G=g))
                 for kernel in (mixture.forward_kernel, mixture.backward_kernel)
                 for t, m, e, g in ((64, 0, False, 64), (256, 2, False, 16), (64, 1, True, 16))],
-    "rest": [(update.update_kernel, UPDATE), (update.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
-             (update.update_kernel, dict(UPDATE, WEIGHTED=True)), (update.unfold_kernel, UNFOLD),
-             (update.unfold_kernel, dict(UNFOLD, GATED=False, MODE=1, SAMPLES=1)),
-             (update.gather_kernel, dict(D=384, K=8, P=48, WIDTH=64, ROWS=512)),
+    "rest": [(moments.update_kernel, UPDATE), (moments.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
+             (moments.update_kernel, dict(UPDATE, WEIGHTED=True)), (long.unfold_kernel, UNFOLD),
+             (long.unfold_kernel, dict(UNFOLD, GATED=False, MODE=1, SAMPLES=1)),
+             (long.gather_kernel, dict(D=384, K=8, P=48, WIDTH=64, ROWS=512)),
              (energy.energy_kernel, ENERGY), (energy.energy_kernel, dict(ENERGY, NORMALIZE=False, SCORED=False)),
-             (energy.energy_adjoint_kernel, dict(BLOCK, NORMALIZE=True, BIAS=True, STAGES=2)),
-             (columns.columns_kernel, dict(D=384, ROWS=64, COLUMNS=128, STAGES=3)),
-             (columns.columns_kernel, dict(D=8, ROWS=512, COLUMNS=8, STAGES=3)),
-             *((columns.totals_kernel, dict(COUNT=c, ROWS=512, COLUMNS=8)) for c in (1, 2, 6)),
-             *((casts.casts_kernel, dict(COUNT=c, BLOCK=2048)) for c in (2, 4))],
+             (energy.energy_adjoint_kernel, dict(BLOCK, NORMALIZE=True, BIAS=True, STAGES=2))],
 }
 LOW = {"rotated_ptr", "z_ptr", "s_ptr", "x_ptr", "assign_ptr", "grad_ptr", "ds_ptr", "update_ptr", "product_ptr", "dz_ptr",
        "folded_ptr", "dy_ptr", "projected_ptr", "keys_ptr", "dupdate_ptr",
@@ -122,9 +112,7 @@ def kind(kernel, name, constants):
         return f"tensordesc<bf16[64,64],{hopper.SWIZZLED!r}>"
     if name in REALS:
         return S
-    if kernel in (columns.totals_kernel, casts.casts_kernel) and name[0] in "pxo":
-        return B if kernel is casts.casts_kernel and name[0] == "o" else F
-    words = {1: "*i32", 2: "*i32", 3: "*i64"}
+    words = {1: "*bf16", 2: "*fp16", 3: "*fp32"}
     named = {"z_ptr": "Z", "assign_ptr": "ASSIGN"}
     if (word := words.get(constants.get(named.get(name)))) is not None:
         return word
@@ -132,8 +120,8 @@ def kind(kernel, name, constants):
         return B
     if kernel is norm.norm_adjoint_kernel and name in ("z_ptr", "dz_ptr"):
         return F
-    if name in LOW or (name == "out_ptr" and kernel in (update.update_kernel, by_position.rotated_kernel)) or (
-        name == "weight_ptr" and kernel in (moments.finish_kernel, update.gather_kernel)
+    if name in LOW or (name == "out_ptr" and kernel in (moments.update_kernel, by_position.rotated_kernel)) or (
+        name == "weight_ptr" and kernel in (moments.finish_kernel, long.gather_kernel)
     ):
         return B
     return F if name.endswith("_ptr") or name.endswith(("_cos", "_sin")) else I

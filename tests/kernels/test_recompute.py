@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import dmst
-from dmst import kernels, use_kernels
+from dmst import kernels, rotary, use_kernels
 from dmst.errors import OptionError
-from dmst.kernels import Form, Weights
+from dmst.kernels import Form, Weights, plan
 from dmst.operators import OPERATORS
 from dmst.operators.family import TokenStatistics
 from tests.cases import FAMILY, MODES, build, grid_of, label
@@ -50,8 +50,12 @@ class Layer:
         return out, *torch.autograd.grad(out, self.leaves, self.grad, allow_unused=True)
 
     def saved(self, save: str) -> int:
-        """Elements that autograd holds between forward and backward, other than the inputs."""
-        mine, found = {x.untyped_storage().data_ptr() for x in self.leaves}, {}
+        """Elements that autograd holds between forward and backward, other than the inputs and the positions, which all layers
+        share."""
+        n = self.z.shape[1]
+        factors = rotary.factors(self.form.rotary, 24, n, self.grid, step=plan.STEP, device=self.z.device, dtype=F32)
+        shared = () if factors is None else (*factors.far, *factors.near)
+        mine, found = {x.untyped_storage().data_ptr() for x in (*self.leaves, *shared)}, {}
 
         def pack(x: Tensor) -> Tensor:
             if x.untyped_storage().data_ptr() not in mine:

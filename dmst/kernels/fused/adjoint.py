@@ -9,16 +9,24 @@
     weighted  s' = pi s is kept: A = sum_n G s',  dS = pi c G + 2 m s',  pi dpi = sum_i s' (c G + m s'/pi) - pi sum_i m T
 
 One program takes both sweeps where a sample is not split: the second finds its tokens in the cache. Otherwise the first leaves
-partial sums, and every program of the second adds them up for itself, in order; they may come from elsewhere too (`update.py`).
+partial sums, and every program of the second adds them up for itself, in order; they may come from elsewhere too (`long.py`).
 dS is written over G.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from dmst.kernels.fused.core import LISTING, PROXIMAL, attenuation, factor, gate_of_heads, head_block, rounded, tile
+from dmst.kernels import plan
+from dmst.kernels.form import Form
+from dmst.kernels.fused import resident, stream
+from dmst.kernels.fused.core import LISTING, MODES, PROXIMAL, attenuation, factor, gate_of_heads, head_block, rounded, tile
+from dmst.kernels.fused.launch import launch, op
+from dmst.kernels.fused.moments import update
+from dmst.kernels.plan import over
 
 
 @triton.jit
@@ -117,3 +125,44 @@ def adjoint_kernel(
                 bias += tl.where(real, ds.to(tl.float32), 0.0)
         if BIAS:
             tl.store(dbias_ptr + (sample * splits + split) * (K * P) + column, tl.sum(bias, 0), mask=inside)
+
+
+@op(mutates=("grad",))
+def pull(
+    grad: Tensor, projected: Tensor, membership: Tensor, moment: Tensor, gate: Tensor | None, divisor: Tensor,
+    theta: Tensor | None, total: Tensor | None, form: str, weighted: bool, wants_bias: bool, wants_update: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dS over G; the gradients of scores (or membership) (b, n, k), gate and theta (b, k), of the bias (b, splits, k, p); and
+    the update once more. What there is not, or is not wanted, is empty. `total`: A (b, k, p), where it is known.
+    """
+    told, (b, n, d) = Form.read(form), projected.shape
+    k, p = told.num_heads, d // told.num_heads
+    given = (grad, projected, membership, moment, gate, divisor, theta)
+    whole = plan.whole(b, n, k, p) is not None and not weighted
+    if whole and resident.fits_pull(n, d, p, projected.dtype, projected.device):
+        return resident.resident_pull(*given, form, wants_bias, wants_update)
+    made_update = grad.new_empty(0)
+    if wants_update:
+        made_update = update(projected, membership, moment, gate, theta, form, weighted)
+    sweep = plan.sweep(b, n, k, p)
+    split = sweep.splits > 1 and total is None
+    part = torch.empty(b, sweep.splits if split else 0, k, p, device=grad.device, dtype=torch.float32)
+    known = part if total is None else total.unsqueeze(1)
+    made = resident.empties(membership, gate, theta, (b, sweep.splits, k, p), wants_bias)
+
+    def sweeps(first: bool, second: bool) -> None:
+        launch(
+            adjoint_kernel, (b, sweep.splits, over(k, sweep.heads)),
+            *given, known, *made, n, sweep.span, sweep.splits, known.shape[1], told.sign,
+            K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens, MODE=MODES[told.mode],
+            GATED=gate is not None, UNIFORM=told.uniform_moment, SIGMOID=told.membership == "sigmoid", WEIGHTED=weighted,
+            SUM=first, PULL=second, BIAS=wants_bias, STAGES=sweep.stages, num_warps=sweep.warps,
+        )  # fmt: skip
+
+    if split:
+        sweeps(True, False)
+    if known.shape[1] and stream.serves(p, grad.dtype, grad.device):
+        known = known.sum(1)
+        return *stream.stream_pull(*given, known, form, weighted, wants_bias), made_update
+    sweeps(not known.shape[1], True)
+    return *made, made_update

@@ -11,10 +11,15 @@ dscores as the sum of two, which is finer than the gradient's own rounding.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from dmst.kernels.fused.turn import turns, weight_pairs
+from dmst.kernels import plan
+from dmst.kernels.fused.launch import launch
+from dmst.kernels.fused.turn import kind, turns, weight_pairs
+from dmst.kernels.plan import over, power_of_two
 
 
 @triton.jit
@@ -112,3 +117,37 @@ def position_assign_kernel(
     head = tl.arange(0, HEADS)
     real = (head[:, None] < K) & (channel[None, :] < D)
     tl.store(part_ptr + (tl.program_id(0).to(tl.int64) * K + head[:, None]) * D + channel[None, :], total, mask=real)
+
+
+def score(
+    z: Tensor, assign: Tensor, bias: Tensor | None, tables: list[Tensor], step: int, sigmoid: bool, pooled: bool
+) -> tuple[Tensor, Tensor]:
+    """As `score.score`; the scores themselves stand for the sums."""
+    (b, n, d), k = z.shape, assign.shape[0]
+    heads, pairs, batch = max(8, power_of_two(k)), min(64, power_of_two(d // 2)), plan.position_score(b, d)
+    rotated = torch.empty(n, 3, heads, d, device=z.device, dtype=z.dtype)
+    launch(
+        rotated_kernel, (n, over(d // 2, pairs)), assign, *tables, rotated, step, n,
+        D=d, K=k, HEADS=heads, PAIRS=pairs, ASSIGN=kind(assign), num_warps=4,
+    )  # fmt: skip
+    out = torch.empty(b, n, k, device=z.device, dtype=torch.float32)
+    scores = torch.empty(b, n if pooled else 0, k, device=z.device, dtype=torch.float32)
+    launch(
+        position_score_kernel, (n, over(b, batch.samples)), z, rotated, bias, out, scores, b, n,
+        D=d, K=k, HEADS=heads, SAMPLES=batch.samples, CHANNELS=batch.channels,
+        BIAS=bias is not None, SIGMOID=sigmoid, SUMS=pooled, STAGES=3, num_warps=batch.warps,
+    )  # fmt: skip
+    return out, scores
+
+
+def into_assign(z: Tensor, dscores: Tensor, dpooled: Tensor | None, tables: list[Tensor], step: int) -> Tensor:
+    """As `score_adjoint.into_assign`: one row of partial sums a run of positions."""
+    (b, n, d), k, batch = z.shape, dscores.shape[-1], plan.position_adjoint(z.shape[-1])
+    run = max(1, n * over(d, batch.channels) // plan.POSITION_PROGRAMS)
+    part = torch.empty(over(n, run), k, d, device=z.device, dtype=torch.float32)
+    launch(
+        position_assign_kernel, (over(n, run), over(d, batch.channels)), z, dscores, dpooled, *tables, part, b, n, step, run,
+        D=d, K=k, HEADS=max(8, power_of_two(k)), GATED=dpooled is not None,
+        SAMPLES=batch.samples, CHANNELS=batch.channels, STAGES=3, num_warps=batch.warps,
+    )  # fmt: skip
+    return part

@@ -6,10 +6,17 @@ backward    dS_nki += 2 s/E temperature_k (x_nk - mean_ki),  x = dlogits,  mean_
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from dmst.kernels import plan
+from dmst.kernels.form import Form
 from dmst.kernels.fused.core import head_block, tile
+from dmst.kernels.fused.launch import launch, op
+from dmst.kernels.fused.moments import sums
+from dmst.kernels.plan import over, power_of_two
 
 
 @triton.jit
@@ -63,3 +70,44 @@ def energy_adjoint_kernel(
             bias += tl.where(real, ds.to(tl.float32), 0.0)
     if BIAS:
         tl.store(dbias_ptr + (sample * splits + split) * (K * P) + column, tl.sum(bias, 0), mask=inside)
+
+
+@op()
+def energy(projected: Tensor, scores: Tensor | None, temperature: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """Membership (b, n, k), and E (b, k, p), empty where energies are not normalised."""
+    told, (b, n, d) = Form.read(form), projected.shape
+    k, p = told.num_heads, d // told.num_heads
+    channel = projected.new_empty(0, k, p, dtype=torch.float32)
+    if told.normalize_tokens:
+        channel = sums(projected, None, None, told, plan.sweep(b, n, k, p))[0].sum(1).clamp(min=1e-24)
+    out = torch.empty(b, n, k, device=projected.device, dtype=torch.float32)
+    heads, width = power_of_two(k), power_of_two(p)
+    tokens = max(1, min(16, 4096 // (heads * width)))
+    tiles = over(n, tokens)
+    launch(
+        energy_kernel, (b * tiles,), projected, channel, temperature, scores, out, n, tiles,
+        K=k, P=p, HEADS=heads, WIDTH=width, TOKENS=tokens, NORMALIZE=told.normalize_tokens, SCORED=scores is not None,
+    )  # fmt: skip
+    return out, channel
+
+
+@op(mutates=("ds",))
+def energy_adjoint(
+    ds: Tensor, projected: Tensor, dlogits: Tensor, channel: Tensor, temperature: Tensor, form: str, wants_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """Adds to dS what the energies ask of it; the gradients of the temperature (k, 1) and of the bias (b, splits, k, p)."""
+    told, (b, n, d) = Form.read(form), projected.shape
+    k, p = told.num_heads, d // told.num_heads
+    sweep, normalize = plan.sweep(b, n, k, p), told.normalize_tokens
+    mean = sums(projected, dlogits, channel if normalize else None, told, sweep)[0].sum(1)  # sum_n dlogits s^2 / E
+    dtemperature = mean.sum((0, 2)).unsqueeze(-1)
+    if normalize:  # at the floor the divisor is a constant
+        mean = torch.where(channel > 1e-24, mean, 0)
+    dbias = torch.empty(b if wants_bias else 0, sweep.splits, k, p, device=ds.device, dtype=torch.float32)
+    launch(
+        energy_adjoint_kernel, (b, sweep.splits, over(k, sweep.heads)),
+        ds, projected, dlogits, channel, mean, temperature, dbias, n, sweep.span, sweep.splits,
+        K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+        NORMALIZE=normalize, BIAS=wants_bias, STAGES=sweep.stages, num_warps=sweep.warps,
+    )  # fmt: skip
+    return dtemperature, dbias

@@ -1,14 +1,20 @@
-"""The gate of one sample, k numbers, and its pullback: the tables of `form.GATE`, inside a kernel.
+"""The gate of each sample, k numbers, and its pullback: the tables of `form.GATE`, as kernels.
 
-pooled_k = score_sum_k / n        gate_k = scale * activation_k(pooled)
+pooled_k = score_sum_k / n        gate_k = scale * activation_k(pooled)        dpooled_k = pullback(scale dgate)_k / n
 sparsemax: with s -= max(s),  tau = max_j (sum of the s_i >= s_j, less 1) / (how many they are),  gate = max(s - tau, 0)
 its pullback: the mean over the support is taken out
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from dmst.kernels.form import Form
+from dmst.kernels.fused.launch import launch, op
+from dmst.kernels.plan import power_of_two
 
 GATES = {None: 0, "sparsemax": 1, "sigmoid": 2, "relu": 3, "gelu": 4, "uniform": 5}
 SPARSEMAX: tl.constexpr = tl.constexpr(1)
@@ -74,3 +80,58 @@ def pull_back(grad, pooled, heads, K: tl.constexpr, GATE: tl.constexpr, ACTIVE: 
     else:
         slope = tl.zeros_like(grad)
     return tl.where(heads < K, slope, 0.0)
+
+
+@triton.jit
+def gate_kernel(
+    sum_ptr, gate_ptr, pooled_ptr, n, tiles, scale,
+    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    sample, head = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
+    total = tl.zeros((ROWS, ALL), tl.float32)
+    for first in range(0, tiles, ROWS):
+        which = first + tl.arange(0, ROWS)
+        real = (which[:, None] < tiles) & (head[None, :] < K)
+        total += tl.load(sum_ptr + (sample * tiles + which[:, None]) * K + head[None, :], mask=real, other=0.0)
+    pooled = tl.sum(total, 0) / tl.maximum(n * 1.0, 1.0)
+    tl.store(pooled_ptr + sample * K + head, pooled, mask=head < K)
+    tl.store(gate_ptr + sample * K + head, scale * activate(pooled, head, K, GATE, ACTIVE), mask=head < K)
+
+
+@triton.jit
+def gate_adjoint_kernel(
+    dgate_ptr, pooled_ptr, dpooled_ptr, n, scale,
+    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr,
+):  # fmt: skip
+    sample, head = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
+    dgate = tl.load(dgate_ptr + sample * K + head, mask=head < K, other=0.0) * scale
+    pooled = tl.load(pooled_ptr + sample * K + head, mask=head < K, other=0.0)
+    pulled = pull_back(dgate, pooled, head, K, GATE, ACTIVE)
+    tl.store(dpooled_ptr + sample * K + head, pulled / (n * 1.0), mask=head < K)
+
+
+@op()
+def open_gate(sums: Tensor, n: int, form: str) -> tuple[Tensor, Tensor]:
+    """Gate and pooled scores (b, k), from sums (b, tiles, k) of the scores of n tokens."""
+    told, (b, tiles, k) = Form.read(form), sums.shape
+    gate = torch.empty(b, k, device=sums.device, dtype=torch.float32)
+    pooled = torch.empty_like(gate)
+    rows = min(8192 // power_of_two(k), next((rows for rows in (16, 128) if tiles <= rows), 1024))
+    launch(
+        gate_kernel, (b,), sums, gate, pooled, n, tiles, told.gate_scale,
+        K=k, ALL=power_of_two(k), GATE=GATES[told.gate], ACTIVE=told.max_active_heads or 0, ROWS=rows,
+        num_warps=1 if rows <= 128 else 4,
+    )  # fmt: skip
+    return gate, pooled
+
+
+@op()
+def gate_adjoint(dgate: Tensor, pooled: Tensor, n: int, form: str) -> Tensor:
+    """What each token's scores get of dgate, (b, k)."""
+    told, (b, k) = Form.read(form), dgate.shape
+    dpooled = torch.empty_like(dgate)
+    launch(
+        gate_adjoint_kernel, (b,), dgate, pooled, dpooled, n, told.gate_scale,
+        K=k, ALL=power_of_two(k), GATE=GATES[told.gate], ACTIVE=told.max_active_heads or 0, num_warps=1,
+    )  # fmt: skip
+    return dpooled

@@ -31,7 +31,8 @@ tile: the other's lies between them, and the ring may hold no more than that.
 # mypy: disallow-untyped-defs=False, disable-error-code=assignment
 from __future__ import annotations
 
-from functools import cache, lru_cache
+import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ import triton
 from torch import Tensor
 
 from dmst.kernels.arithmetic import aligned
-from dmst.kernels.fused.launch import Cut, launch, planned
+from dmst.kernels.fused.launch import flops, is_fake, op
 from dmst.kernels.plan import over
 
 try:
@@ -436,42 +437,37 @@ def serves(device: torch.device, dtype: torch.dtype, d: int, p: int) -> bool:
     return _machine(torch.cuda.current_device() if device.index is None else device.index)[0]
 
 
-def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, keep: Tensor | None = None
+serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@op(gluon=True)
+def own_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, keep: Tensor | None, gelu: bool
 ) -> Tensor:
-    """x (b, n, d) by weight (d, d) transposed, and bias (d); or residual (b, n, d) + keep (b, 1, 1) times that."""
-    out = torch.empty_like(x if residual is None else residual)
-    _launch(x, weight, bias, out, residual=residual, keep=keep)
+    """x (..., d) by weight (h, d) transposed, and bias (h), or GELU of it: (..., h); h is a multiple of 64. With a weight for
+    each sample (b, d, d) n is a multiple of 128. With residual (b, n, d): that + keep (b, 1, 1) times the product.
+    """
+    out = x.new_empty(*x.shape[:-1], weight.shape[-2]) if residual is None else torch.empty_like(residual)
+    if not is_fake(x):
+        pairs = x.shape[1] // 128 if weight.dim() == 3 else 1
+        _launch(x, weight, bias, out, pairs=pairs, residual=residual, keep=keep, gelu=gelu)
     return out
 
 
-def hidden(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """gelu of x (..., d) by weight (h, d) transposed, and bias (h): (..., h); h is a multiple of 64."""
-    out = torch.empty(*x.shape[:-1], len(weight), device=x.device, dtype=x.dtype)
-    _launch(x, weight, bias, out, gelu=True)
-    return out
-
-
-def fold_out(
-    x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor | None = None, keep: Tensor | None = None
-) -> Tensor:
-    """`product` with the weight of each sample (b, d, d); n is a multiple of 128."""
-    out = torch.empty_like(x if residual is None else residual)
-    _launch(x, weights, bias, out, pairs=x.shape[1] // 128, residual=residual, keep=keep)
-    return out
-
-
-def project(x: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@op(gluon=True)
+def own_project(x: Tensor, weight: Tensor, bias: Tensor | None, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """membership (b, n, k) times s, and rows of energy (b, rows, k, p) and mass (b, rows, k); n is a multiple of 64."""
-    b, n, d = x.shape
-    k = membership.shape[-1]
-    tiles = _tiles(b * n, n, _groups(x.get_device(), d, _columns(d, d // k)))
-    splits = n // (16 * tiles)
-    out = torch.empty_like(x)
-    energy = torch.empty(b, splits, k, d // k, device=x.device, dtype=torch.float32)
-    mass = torch.empty(b, splits, k, device=x.device, dtype=torch.float32)
-    _launch(x, weight, bias, out, membership, energy, mass, d // k, tiles)
+    (b, n, d), k = x.shape, membership.shape[-1]
+    tiles = _tiles(b * n, n, _groups(x.device.index or 0, d, _columns(d, d // k)))
+    splits, out = n // (16 * tiles), torch.empty_like(x)
+    energy, mass = membership.new_empty(b, splits, k, d // k), membership.new_empty(b, splits, k)
+    if not is_fake(x):
+        _launch(x, weight, bias, out, membership, energy, mass, d // k, tiles)
     return out, energy, mass
+
+
+flops("own_product", lambda x, weight, *_, **__: 2 * math.prod(x) * weight[-2])
+flops("own_project", lambda x, weight, *_: 2 * math.prod(x) * weight[-2])
 
 
 def _groups(index: int, out: int, columns: int) -> int:
@@ -498,27 +494,16 @@ def _launch(
     energy: Tensor | None = None, mass: Tensor | None = None, p: int = 16, tiles: int = 1, pairs: int = 1,
     residual: Tensor | None = None, keep: Tensor | None = None, gelu: bool = False,
 ) -> None:  # fmt: skip
-    d, width = x.shape[-1], out.shape[-1]
-    rows, moments = x.numel() // d, membership is not None
-    onto = None if residual is None else _pieces(residual, d)
+    d, width, x, weight = x.shape[-1], out.shape[-1], aligned(x), aligned(weight)
+    rows, columns = x.numel() // d, _columns(width, p, gelu)
+    groups = min(_groups(x.get_device(), width, columns), over(rows, 128 * tiles))
+    onto = None if residual is None else _pieces(aligned(residual), d)
     factors, n = (None, 1) if keep is None else (keep.contiguous(), x.shape[1])
-    launch(
-        hopper_kernel, _plan(x.get_device(), rows, d, width, p, tiles, bias is not None, moments, weight.dim() == 3, gelu),
-        _pieces(x, d), _pieces(aligned(weight), d), _pieces(out, width), membership, bias, energy, mass, rows, tiles, pairs,
+    hopper_kernel[(width // columns * groups,)](
+        _pieces(x, d), _pieces(weight, d), _pieces(out, width), membership, bias, energy, mass, rows, tiles, pairs,
         onto, factors, n,
-    )  # fmt: skip
-
-
-@lru_cache(1024)
-def _plan(
-    index: int, rows: int, d: int, out: int, p: int, tiles: int, bias: bool, moments: bool, by_sample: bool, gelu: bool
-) -> Cut:
-    columns = _columns(out, p, gelu)
-    groups = min(_groups(index, out, columns), over(rows, 128 * tiles))
-    return planned(
-        (out // columns * groups,),
-        D=d, OUT=out, COLUMNS=columns, P=p, BIAS=bias, MOMENTS=moments, BY_SAMPLE=by_sample, HIDDEN=gelu,
-        num_warps=4, maxnreg=168,
+        D=d, OUT=width, COLUMNS=columns, P=p, BIAS=bias is not None, MOMENTS=membership is not None,
+        BY_SAMPLE=weight.dim() == 3, HIDDEN=gelu, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 

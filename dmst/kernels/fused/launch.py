@@ -1,24 +1,70 @@
-"""How a kernel is launched.
+"""Kernels as operators that PyTorch knows.
 
-cut = planned(grid, CONSTANT=..., num_warps=...)     what belongs to a shape, made once where the shape is planned
-launch(kernel, cut, tensors and numbers)
+    @op()                   above a function that allocates and launches: `dmst::name`, its annotations are the schema
+    launch(kernel, grid, tensors and numbers, CONSTANT=..., num_warps=...)
+
+In plain eager calls the function itself runs: the dispatcher costs the host more than a launch. Everywhere else the operator
+does. torch.compile looks inside (`torch.library.triton_op`) and launches the kernels itself. What it cannot look into, Gluon
+and Triton's interpreter, is one node; there the same function, without its launches, tells the shapes.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.library import custom_op, triton_op, wrap_triton
+from torch.utils.flop_counter import register_flop_formula
+
+from dmst import tracing
+from dmst.errors import DmstError
+from dmst.kernels.choice import interpreted
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Cut(NamedTuple):
-    """How a kernel is launched for a shape."""
+def op(*, mutates: Iterable[str] = (), gluon: bool = False) -> Callable[[Function], Function]:
+    def register(function: Function) -> Function:
+        opaque = gluon or interpreted()
+        known: Any = (custom_op if opaque else triton_op)(f"dmst::{function.__name__}", function, mutates_args=mutates)
+        if opaque:
+            known.register_fake(function)
 
-    grid: tuple[int, ...]
-    constants: dict[str, Any]
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            return function(*args) if tracing.is_plain_eager() else known(*args)
+
+        return call  # type: ignore[return-value]
+
+    return register
 
 
-def planned(grid: tuple[int, ...], **constants: Any) -> Cut:
-    return Cut(grid, constants)
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    if not interpreted():
+        if not tracing.is_plain_eager():
+            constants.pop("maxnreg", None)  # the compiler of torch knows no such option
+        wrap_triton(kernel)[grid](*args, **constants)
+    elif not is_fake(next(x for x in args if isinstance(x, Tensor))):
+        kernel[grid](*args, **constants)
 
 
-def launch(kernel: Any, cut: Cut, *args: Any) -> Any:
-    return kernel[cut.grid](*args, **cut.constants)
+def is_fake(x: Tensor) -> bool:
+    """Whether x stands for a tensor and has no values."""
+    return isinstance(x, FakeTensor) or x.is_meta
+
+
+def flops(name: str, count: Callable[..., int]) -> None:
+    """Tell FLOP counters what `dmst::name` costs; `count` is given shapes in place of tensors."""
+    register_flop_formula(getattr(torch.ops.dmst, name))(lambda *shapes, **_: count(*shapes))
+
+
+def no_second(ctx: Any, *_: Any) -> tuple:
+    """In place of the derivative of a backward pass."""
+    raise DmstError(
+        "The fused kernels have no second derivative: take the forward pass that it is asked of inside "
+        'dmst.use_kernels("reference"), which has every order.'
+    )

@@ -1,208 +1,394 @@
-"""The whole layer from the kernels of this folder and the library's matrix products: forward, and backward in closed form.
+"""The layer, and a block's residual step around it, from the kernels of this folder and the library's products.
 
-    forward     scores, membership | projected = z U | moments, gate | output = update W
-    backward    G = dout W_out^T | adjoint: dS, dscores | dW_out | dU | dassign | dz = dS U^T + the scores' part
+    forward     y = norm(z) and its scores, or the scores of z | s = y U | moments, update | output = update W, added to z
+    backward    G = dout W^T | adjoint: dS, dscores | dW | dU | dassign | dz = dS U^T + the scores' part, through the norm
 
-It keeps what `closed_form` keeps, in memory order (b, n, k, p). The backward pass needs room for two more tensors of z's size
-at a time: G, in whose place dS is written, and first the update, then the last product, which becomes dz in its place.
-With save="nothing" it keeps z alone, and the backward pass begins with the forward pass, all but its last product.
+One autograd function, in closed form (`closed_form.py`), in memory order (b, n, k, p). It keeps z, s, membership and statistics
+without a token axis; with a norm also y, mean and rstd; with save="nothing" z alone, and the backward pass begins with the
+forward pass. Under torch.compile the compiler sees everything in here. In eager calls a kernel that fails is reported once, and
+plain torch takes its place in every layer of that form, width and dtype: slower, never different.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from dmst import rotary
-from dmst.kernels import plan
-from dmst.kernels.arithmetic import aligned, cast
+from dmst import rotary, tracing
+from dmst.kernels import closed_form, plan, reference
+from dmst.kernels.arithmetic import aligned, cast, wide
+from dmst.kernels.attempt import attempt, remembered
+from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import MEMBERSHIP, Form, Weights
-from dmst.kernels.fused import calls, hopper, resident
-from dmst.kernels.fused.calls import F32, Kept
-from dmst.kernels.fused.casts import cast_all
+from dmst.kernels.fused import adjoint, energy, gate, hopper, long, moments, norm, score, score_adjoint
+from dmst.kernels.fused.launch import no_second
+
+F32 = torch.float32
 
 
-def forward(
-    z: Tensor,
-    weights: Weights,
-    form: Form,
-    factors: rotary.Factors | None,
-    dtype: torch.dtype,
-    scored: tuple[Tensor | None, Tensor | None] | None = None,
-    onto: tuple[Tensor, Tensor | None] | None = None,
-) -> tuple[Tensor, Kept]:
-    """The layer on z (b, n, d), with at least one token. `scored`: what `calls.score` makes of z, where that is known. `onto`:
-    what the output is added to, in whose dtype, and the factor of each sample (b, 1, 1)."""
-    kept, output, adds = take_steps(z, weights, form, factors, dtype, scored)
-    if onto is None:
-        return output(), kept
-    return output(*onto) if adds and plan.ONTO else add(onto[0], output(), onto[1]), kept
+class Around(NamedTuple):
+    """What stands around the layer in a residual step; nothing around the layer alone."""
+
+    gamma: Tensor | None = None  # (d)
+    beta: Tensor | None = None  # (d)
+    keep: Tensor | None = None  # (b, 1, 1): 0 where stochastic depth leaves a sample's update out
 
 
-def add(z: Tensor, update: Tensor, keep: Tensor | None) -> Tensor:
+class Kept(NamedTuple):
+    """For the backward pass; None where a layer has none."""
+
+    projected: Tensor | None = None  # (b, n, k p); where `_is_long`, each head's times its membership
+    membership: Tensor | None = None  # (b, n, k)
+    pooled: Tensor | None = None  # (b, k)
+    gate: Tensor | None = None  # (b, k)
+    moment: Tensor | None = None  # (b, k, p)
+    divisor: Tensor | None = None  # (b, k)
+    channel: Tensor | None = None  # (b, k, p), TSSA's energy of each channel
+    y: Tensor | None = None  # (b, n, d), compute dtype
+    mean: Tensor | None = None  # (b, n)
+    rstd: Tensor | None = None  # (b, n)
+
+
+class Call(NamedTuple):
+    """What a pass is given beside z."""
+
+    around: Around
+    weights: Weights
+    tables: list[Tensor]
+    form: Form
+    step: int  # of the rotary tables
+    eps: float
+    dtype: torch.dtype  # of the products
+
+
+A, W, T = len(Around._fields), len(Weights._fields), 4
+
+
+def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
+    """The whole layer on z (b, n, d); the two large projections run in `dtype`."""
+    return _run(z, Around(), weights, form, grid, 0.0, dtype)
+
+
+def residual_step(
+    z: Tensor, gamma: Tensor, beta: Tensor, keep: Tensor | None, eps: float, weights: Weights, form: Form, *,
+    grid: tuple[int, int] | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """z + keep * attend(norm(z)) (b, n, d), in the dtype of z."""
+    return _run(z, Around(gamma, beta, keep), weights, form, grid, eps, dtype)
+
+
+def _run(
+    z: Tensor, around: Around, weights: Weights, form: Form, grid: tuple[int, int] | None, eps: float, dtype: torch.dtype
+) -> Tensor:
+    tables: Sequence[Tensor | None] = (None,) * T
+    step = 1
+    if weights.assign is not None:
+        factors = rotary.factors(form.rotary, z.shape[-1], z.shape[1], grid, step=plan.STEP, device=z.device, dtype=F32)
+        if factors is not None:
+            tables, step = (*factors.far, *factors.near), factors.step
+    tensors = (z, *around, *weights, *tables)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _Layer.apply(*tensors, form, step, eps, dtype)
+    return _forward(z, _call(tensors[1:], form, step, eps, dtype))[0]
+
+
+def _call(tensors: Sequence[Tensor | None], form: Form, step: int, eps: float, dtype: torch.dtype) -> Call:
+    tables = [x.contiguous() for x in tensors[A + W : A + W + T] if x is not None]
+    weights: Any = tensors[A : A + W]
+    return Call(Around(*tensors[:A]), Weights(*weights), tables, form, step, eps, dtype)
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, *arguments: Any) -> Tensor:
+        *tensors, form, step, eps, dtype = arguments
+        out, kept = _forward(z, _call(tensors, form, step, eps, dtype))
+        ctx.rest = form, step, eps, dtype
+        ctx.save_for_backward(z, *tensors, *(Kept() if form.save == "nothing" else kept))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple:
+        z, *rest = ctx.saved_tensors
+        tensors, kept = rest[: A + W + T], Kept(*rest[A + W + T :])
+        wanted = ctx.needs_input_grad
+        with torch.no_grad(), without_autocast(dout):
+            grads = _backward(dout, z, _call(tensors, *ctx.rest), kept, wanted[0], wanted[1 : 1 + A], wanted[1 + A : 1 + A + W])
+        if torch.is_grad_enabled():
+            grads = _Once.apply(len(grads), *grads, dout, z, *tensors)
+        return *grads, *(None,) * (T + len(ctx.rest))
+
+
+class _Once(torch.autograd.Function):
+    """Hands on gradients that have none themselves, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Any) -> tuple:
+        return tensors[:count]
+
+    backward = staticmethod(no_second)
+
+
+# --- forward ---------------------------------------------------------------------------------------------------------
+
+
+def _forward(z: Tensor, call: Call) -> tuple[Tensor, Kept]:
+    return _attempt(_fused_forward, _plain_forward, (z, call), z, call)
+
+
+def _fused_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept]:
+    z = aligned(z)
+    kept, x, weight = _steps(z, call)
+    bias = cast(call.weights.out_bias, call.dtype)
+    residual, keep = (z, call.around.keep) if call.around.gamma is not None else (None, None)
+    adds = plan.ONTO or residual is None
+    if weight.dim() == 3 or _is_own(x, weight):
+        out = hopper.own_product(x, weight, bias, residual if adds else None, keep if adds else None, False)
+    else:
+        out, adds = F.linear(x, weight, bias), residual is None
+    return (out if adds or residual is None else _add(residual, out, keep)), kept
+
+
+def _add(z: Tensor, update: Tensor, keep: Tensor | None) -> Tensor:
     """z + keep * update, in z's dtype."""
     return torch.add(z, update) if keep is None else cast(torch.addcmul(z, keep, update), z.dtype)  # keep may be wider
 
 
-def take_steps(
-    z: Tensor,
-    weights: Weights,
-    form: Form,
-    factors: rotary.Factors | None,
-    dtype: torch.dtype,
-    scored: tuple[Tensor | None, Tensor | None] | None = None,
-) -> tuple[Kept, Callable[..., Tensor], bool]:
-    """What there is to keep, the output product, not yet made, and whether it is our own, which adds."""
-    z, weights = aligned(z), calls.flat(weights)
-    b, n, d = z.shape
-    k, p = form.num_heads, d // form.num_heads
-    scores, sums = scored or (None, None)
-    if weights.assign is not None and scored is None:
-        scores, sums = calls.score(z, weights, form, factors)
-    tokens = cast(z, dtype)
-    matrices, biases = (weights.subspace, _weight_out(weights)), (weights.subspace_bias, weights.out_bias)
-    weight_in, weight_out, bias_in, bias_out = cast_all(dtype, *matrices, *biases)
+def _is_own(x: Tensor, weight: Tensor) -> bool:
+    """Whether our own product serves: on Hopper, where it is the faster one."""
+    return hopper.serves(x.device, x.dtype, weight.shape[-1], 16) and tracing.surely(plan.by_hand(x.shape[0] * x.shape[1]))
 
-    if _keeps_weighted(z, form, dtype):
+
+def _is_long(z: Tensor, call: Call) -> bool:
+    """Whether the first product leaves pi s with its moments, in place of s, and each sample has an output weight."""
+    form, n, d = call.form, z.shape[1], call.weights.subspace.shape[-1]
+    learned = form.membership == "sigmoid" and form.mode != "proximal" and not form.uniform_moment
+    serves = learned and hopper.serves(z.device, call.dtype, d, d // form.num_heads)
+    return serves and tracing.surely(plan.weighted(n, d, call.dtype))
+
+
+def _steps(z: Tensor, call: Call) -> tuple[Kept, Tensor, Tensor]:
+    """What there is to keep, and both sides of the output product."""
+    (gamma, beta, _), weights, form, dtype = call.around, call.weights, call.form, call.dtype
+    text, n, assign, bias = form.text, z.shape[1], _flat(weights.assign), _flat(weights.assign_bias)
+    how = (form.membership == "sigmoid", form.gate is not None)
+    scores = sums = mean = rstd = None
+    if gamma is not None and beta is not None:
+        y, mean, rstd, scores, sums = norm.norm_score(
+            z, gamma.contiguous(), beta.contiguous(), call.eps, assign, bias, call.tables, call.step, dtype, *how
+        )
+    else:
+        y = cast(z, dtype)
+        if assign is not None:
+            scores, sums = score.score(z, assign, bias, call.tables, call.step, *how)
+    scores = None if assign is None else scores
+    opened, pooled = (None, None) if form.gate is None or sums is None else gate.open_gate(sums, n, text)
+    weight_in, weight_out = weights.subspace.to(dtype), _weight_out(weights).to(dtype)
+    bias_in = cast(weights.subspace_bias, dtype)
+
+    normed = (None if gamma is None else y, mean, rstd)
+    if _is_long(z, call):
         assert scores is not None
-        gate, pooled = calls.open_gate(sums, n, form)
-        weighted, energy, mass = hopper.project(tokens, weight_in, bias_in, scores)
-        folded = torch.empty(b, d, d, device=z.device, dtype=dtype)
-        moment, divisor = calls.finish(energy, mass, gate, weight_out, folded, n, form)
-        kept = Kept(weighted, scores, pooled, gate, moment, divisor, None)
-        return kept, functools.partial(hopper.fold_out, weighted, folded, bias_out), True
+        weighted, energies, mass = hopper.own_project(y, weight_in, bias_in, scores)
+        moment, divisor, folded = long.fold(energies, mass, opened, weight_out, n, text)
+        return Kept(weighted, scores, pooled, opened, moment, divisor, None, *normed), weighted, folded
 
-    projected, adds = calls.linear(tokens, weight_in, bias_in), calls.by_hand(tokens)
-    sweep = plan.whole(b, n, k, p) or plan.sweep(b, n, k, p)
-    membership, channel = calls.membership(scores, projected, weights, form, sweep)
-    if sweep.splits == 1 and calls.unhurried(z) and resident.fits(n, d, p, dtype, z.device):
-        gate, pooled = calls.open_gate(sums, n, form)
-        options: dict[str, Any] = {"mode": form.mode, "sign": form.sign, "delta": form.delta, "uniform": form.uniform_moment}
-        update, moment, divisor = resident.settle(projected, membership, gate, weights.theta, **options)
-        kept = Kept(projected, membership, pooled, gate, moment, divisor, channel)
-        return kept, functools.partial(calls.linear, update, weight_out, bias_out), adds
-
-    fits = not (dtype == torch.float16 and form.token_sparse_rescale)  # pi s alone, with pi up to n, overflows float16
-    route = plan.route(b, sweep.splits, form.mode, fits=fits)
-    energy, mass = calls.partial_sums((b, sweep.splits), k, p, z.device)
-    made = torch.empty_like(projected) if route != "apart" else None
-    gate = pooled = apart = None
-    if route == "along" and form.gate is not None:  # opened on the way
-        gate, pooled = (torch.empty(b, k, device=z.device, dtype=F32) for _ in range(2))
-    calls.moments(projected, membership, None, sums, energy, mass, gate, pooled, weights.theta, made, form, sweep, route)
-    if route == "along":
-        moment, divisor = energy.squeeze(1), mass.squeeze(1)
-    else:
-        gate, pooled = calls.open_gate(sums, n, form)
-        apart = torch.empty(b, d, d, device=z.device, dtype=dtype) if route == "fold" else None
-        moment, divisor = calls.finish(energy, mass, gate, weight_out, apart, n, form)
-    kept = Kept(projected, membership, pooled, gate, moment, divisor, channel)
-    if made is None:
-        late = functools.partial(calls.update, kept, weights, form, sweep, weighted=False)
-        return kept, lambda *onto: calls.linear(late(), weight_out, bias_out, *onto), adds
-    if apart is None:
-        return kept, functools.partial(calls.linear, made, weight_out, bias_out), adds
-    return kept, functools.partial(_fold_out, made, apart, bias_out), False
+    own = hopper.own_product(y, weight_in, bias_in, None, None, False) if _is_own(y, weight_in) else None
+    projected = F.linear(y, weight_in, bias_in) if own is None else own
+    membership, channel = _membership(projected, scores, weights, form)
+    update, moment, divisor = moments.settle(projected, membership, opened, weights.theta, text)
+    return Kept(projected, membership, pooled, opened, moment, divisor, channel, *normed), update, weight_out
 
 
-def _fold_out(weighted: Tensor, folded: Tensor, bias: Tensor | None) -> Tensor:
-    """pi s W_b + bias, a product a sample."""
-    out = torch.empty_like(weighted)
-    for x, w, y in zip(weighted, folded, out, strict=True):
-        torch.mm(x, w.mT, out=y) if bias is None else torch.addmm(bias, x, w.mT, out=y)
-    return out
-
-
-def backward(
-    dout: Tensor,
-    z: Tensor,
-    weights: Weights,
-    form: Form,
-    factors: rotary.Factors | None,
-    dtype: torch.dtype,
-    kept: Kept,
-    wanted: Weights,
-    wants_z: bool,
-    scored: tuple[Tensor | None, Tensor | None] | None = None,
-    apart: dict[str, Tensor] | None = None,
-) -> tuple[Any, dict[str, Tensor]]:
-    """dz, and the gradient of each weight that is wanted.
-
-    `apart`: who calls adds up the rest. In place of dz the Flow that it is the sum of, and into `apart` what `add_up` takes.
-    """
-    if form.save == "nothing":
-        kept = take_steps(z, weights, form, factors, dtype, scored)[0]  # the update is gone with the product that would read it
-    z, dout, weights = aligned(z), aligned(cast(dout, dtype)), calls.flat(weights)
-    b, n, d = z.shape
-    k, p = form.num_heads, d // form.num_heads
-    tokens_in, tokens_out = cast(z, dtype).flatten(0, 1), dout.flatten(0, 1)
-    sweep = plan.sweep(b, n, k, p)
-    grads: dict[str, Tensor] = {}
-    parts: dict[str, Tensor] = {} if apart is None else apart
-    weight_in, weight_out = cast_all(dtype, weights.subspace, _weight_out(weights))
-
-    weighted = _keeps_weighted(z, form, dtype)
-    tied = wanted.subspace and weights.out is None
-    wants_out, pulls = bool(wanted.out or tied), calls.pulls(kept, form, weighted)
-    dweight_out = total = None
-    if weighted and b <= plan.UNFOLDED:  # whatever is wanted: it decides no bit of the others
-        products = calls.products(dout, kept.projected)
-        total = calls.gather(products, weight_out, form)
-        if wants_out:
-            dtype_out = F32 if weights.out is None or apart is not None else weights.out.dtype
-            dweight_out = calls.unfold(products, kept, form, dtype_out)
-        del products
-    elif wants_out and not pulls:
-        dweight_out = tokens_out.mT @ calls.update(kept, weights, form, sweep, weighted=weighted).flatten(0, 1)
-    if wanted.out_bias:
-        parts["out_bias"] = calls.column_sums(tokens_out)
-
-    flow = tokens_out @ weight_out  # G, then dS in its place
-    given = (flow, kept, weights, form, sweep, bool(wanted.subspace_bias), weighted, total, wants_out)
-    dscores, dgate, dtheta, dbias, update = calls.adjoint(*given)
-    if update is not None:
-        dweight_out = tokens_out.mT @ update.flatten(0, 1)
-        del update
-    if wanted.out:
-        grads["out"] = dweight_out  # type: ignore[assignment]
+def _membership(
+    projected: Tensor, scores: Tensor | None, weights: Weights, form: Form
+) -> tuple[Tensor, Tensor | None]:  # (b, n, k), and TSSA's energy of each channel
     if form.membership == "energy":
-        dscores = MEMBERSHIP["softmax"].pullback(dscores.mT, None, kept.membership.mT, form).mT.contiguous()
-        dtemperature, dbias = calls.energy_adjoint(flow, dscores, kept, weights, form, sweep, bool(wanted.subspace_bias))
-        if wanted.temperature:
-            grads["temperature"] = dtemperature
-    elif form.membership != "sigmoid":
-        scale = n if form.token_sparse_rescale else 1
-        value = kept.membership.mT / scale
-        dscores = MEMBERSHIP[form.membership].pullback(dscores.mT * scale, None, value, form).mT.contiguous()
-    if wanted.theta and dtheta is not None:
-        grads["theta"] = dtheta.sum()
-    if wanted.subspace_bias and dbias is not None:
-        parts["subspace_bias"] = dbias.view(-1, d)
-    if wanted.subspace:
-        grads["subspace"] = flow.mT @ tokens_in
-        if tied:
-            assert dweight_out is not None
-            grads["subspace"] += dweight_out.mT
-
-    if weights.assign is None:
-        product = (flow @ weight_in).view_as(z) if wants_z else None
-        dz = cast(product, z.dtype) if apart is None or product is None else calls.Flow(product)
-    else:
-        rest = (kept, weights, form, factors, wanted, wants_z, grads, parts, apart is not None)
-        dz = calls.score_adjoint(z, flow, weight_in, dscores, dgate, *rest)
-    return dz, grads if apart is not None else grads | calls.add_up(parts, weights)
+        assert weights.temperature is not None
+        return energy.energy(projected, scores, weights.temperature.contiguous(), form.text)
+    assert scores is not None
+    if form.membership == "sigmoid":
+        return scores, None
+    value = MEMBERSHIP[form.membership].value(scores.mT, form).mT.contiguous()
+    return (value * value.shape[1] if form.token_sparse_rescale else value), None
 
 
 def _weight_out(weights: Weights) -> Tensor:
     return weights.subspace.mT if weights.out is None else weights.out
 
 
-def _keeps_weighted(z: Tensor, form: Form, dtype: torch.dtype) -> bool:
-    """Whether the first product leaves pi s with its moments, in place of s, and each sample has an output weight."""
-    _, n, d = z.shape
-    learned = form.membership == "sigmoid" and form.mode != "proximal" and not form.uniform_moment
-    return learned and plan.weighted(n, d, dtype) and hopper.serves(z.device, dtype, d, d // form.num_heads)
+def _flat(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+# --- backward --------------------------------------------------------------------------------------------------------
+
+Grads = tuple[Tensor | None, ...]
+
+
+def _backward(
+    dout: Tensor, z: Tensor, call: Call, kept: Kept, wants_z: bool, around: Sequence[bool], wanted: Sequence[bool]
+) -> Grads:
+    """The gradients of z, of what is around and of the weights, None where they are not wanted."""
+    asked: Any = (wants_z, Around(*around), Weights(*wanted))  # type: ignore[arg-type]
+    dz, grads = _attempt(_fused_backward, _plain_backward, (dout, z, call, kept, *asked), z, call)
+    given = {**call.around._asdict(), **call.weights._asdict()}
+    ask = dict(zip(given, (*around, *wanted), strict=True))
+    return dz, *(_like(grads.get(name), x) if ask[name] else None for name, x in given.items())
+
+
+def _like(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    if grad is None or weight is None:
+        return None
+    grad = cast(grad, weight.dtype)
+    return grad if grad.shape == weight.shape else grad.reshape(weight.shape)
+
+
+def _fused_backward(
+    dout: Tensor, z: Tensor, call: Call, kept: Kept, wants_z: bool, around: Around, wanted: Weights
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    z, dout, (gamma, _, keep) = aligned(z), aligned(dout), call.around
+    weights, form, dtype, text = call.weights, call.form, call.dtype, call.form.text
+    if kept.projected is None:
+        kept = _steps(z, call)[0]
+    projected, membership, pooled, opened, moment, divisor, channel, y, mean, rstd = kept
+    assert projected is not None and membership is not None and moment is not None and divisor is not None
+    tokens = cast(z, dtype) if y is None else y
+    low = (dout if keep is None else dout * keep).to(dtype)
+    tokens_in, tokens_out = tokens.flatten(0, 1), low.flatten(0, 1)
+    weight_in, weight_out = weights.subspace.to(dtype), _weight_out(weights).to(dtype)
+    grads: dict[str, Tensor] = {}
+
+    # the output product
+    is_long, wants_out = _is_long(z, call), bool(wanted.out or (wanted.subspace and weights.out is None))
+    dweight = total = None
+    if is_long and z.shape[0] <= plan.UNFOLDED:  # whatever is wanted: it decides no bit of the others
+        products = long.products(low, projected)
+        total = long.gather(products, weight_out, form.num_heads)
+        dweight = long.unfold(products, moment, opened, text) if wants_out else None
+        del products
+    if wanted.out_bias:
+        grads["out_bias"] = tokens_out.sum(0, dtype=F32)
+
+    # between the products
+    flow = tokens_out @ weight_out  # G, then dS in its place
+    wants_bias = bool(wanted.subspace_bias)
+    now = wants_bias and form.membership != "energy"  # there the bias is summed in the next pass
+    given = (flow, projected, membership, moment, opened, divisor, weights.theta, total)
+    wants_update = wants_out and dweight is None
+    dscores, dgate, dtheta, dbias, update = adjoint.pull(*given, text, is_long, now, wants_update)
+    if wants_update:
+        dweight = tokens_out.mT @ update.flatten(0, 1)
+    del update
+    if form.membership == "energy":
+        assert weights.temperature is not None and channel is not None
+        dscores = MEMBERSHIP["softmax"].pullback(dscores.mT, None, membership.mT, form).mT.contiguous()
+        temperature = weights.temperature.contiguous()
+        dtemperature, dbias = energy.energy_adjoint(flow, projected, dscores, channel, temperature, text, wants_bias)
+        grads["temperature"] = dtemperature
+    elif form.membership != "sigmoid":
+        scale = projected.shape[1] if form.token_sparse_rescale else 1
+        pulled = MEMBERSHIP[form.membership].pullback(dscores.mT * scale, None, membership.mT / scale, form)
+        dscores = pulled.mT.contiguous()
+    if form.mode == "proximal":
+        grads["theta"] = dtheta.sum()
+    if wants_bias:
+        grads["subspace_bias"] = dbias.sum((0, 1)).flatten()
+
+    # the first product
+    if wanted.out and dweight is not None:
+        grads["out"] = dweight
+    if wanted.subspace:
+        grads["subspace"] = flow.mT @ tokens_in
+        if weights.out is None and dweight is not None:
+            grads["subspace"] = grads["subspace"] + dweight.mT
+    weigh = bool(around.gamma or around.beta)
+    product = (flow @ weight_in).view_as(z) if wants_z or weigh else None
+
+    # the scores and the norm
+    dpooled = None
+    tables, step, assign = call.tables, call.step, _flat(weights.assign)
+    if assign is not None:
+        dpooled = None if pooled is None else gate.gate_adjoint(dgate, pooled, z.shape[1], text)
+        if wanted.assign_bias:
+            total_bias = dscores.sum((0, 1))
+            grads["assign_bias"] = total_bias if dpooled is None else total_bias + z.shape[1] * dpooled.sum(0)
+        if wanted.assign:
+            grads["assign"] = score_adjoint.into_assign(z if y is None else y, dscores, dpooled, tables, step).sum(0)
+    if product is None:
+        return None, grads
+    if gamma is None:
+        if assign is None:
+            return cast(product, z.dtype), grads
+        return score_adjoint.into_tokens(product, dscores, dpooled, assign, tables, step, z.dtype), grads
+    assert mean is not None and rstd is not None
+    asked = None if assign is None else dscores
+    gamma = gamma.contiguous()
+    dz, part = norm.norm_adjoint(product, asked, dpooled, assign, tables, step, dout, z, gamma, mean, rstd, weigh)
+    if weigh:
+        grads["gamma"], grads["beta"] = part.sum(1).unbind(0)
+    return dz, grads
+
+
+# --- plain torch in their place --------------------------------------------------------------------------------------
+
+_broken = remembered()
+
+
+def _attempt(fused: Callable[..., Any], plain: Callable[..., Any], given: tuple, z: Tensor, call: Call) -> Any:
+    if not z.numel():
+        return plain(*given)
+    if tracing.traced():
+        return fused(*given)
+    kind = (call.form, z.shape[-1], z.dtype, call.dtype, z.device)
+    if _broken and kind in _broken:
+        return plain(*given)
+
+    def says(why: str) -> str:
+        where = f"tokens {tuple(z.shape)} in {z.dtype}, {call.form.num_heads} heads"
+        return (
+            f"The fused kernel does not work here for {where} ({why}). "
+            "Using the plain one from now on; `dmst doctor` says more."
+        )
+
+    return attempt(z, fused, plain, given, _broken, kind, says)
+
+
+def _grid(z: Tensor, call: Call) -> tuple[int, int] | None:
+    return (z.shape[1] // max(call.step, 1), call.step) if call.form.rotary == "2d" else None
+
+
+def _norm(z: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    gamma, beta, _ = call.around
+    assert gamma is not None and beta is not None
+    return torch.native_layer_norm(wide(z), z.shape[-1:], wide(gamma), wide(beta), call.eps)
+
+
+def _plain_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept]:
+    """The backward pass of these keeps nothing: it begins with z."""
+    y = z if call.around.gamma is None else _norm(z, call)[0]
+    out = reference.attend(y, call.weights, call.form, grid=_grid(z, call), dtype=call.dtype)
+    return (out if call.around.gamma is None else _add(z.contiguous(), out, call.around.keep)), Kept()
+
+
+def _plain_backward(
+    dout: Tensor, z: Tensor, call: Call, kept: Kept, wants_z: bool, around: Around, wanted: Weights
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    weights, form, dtype, grid = call.weights, call.form, call.dtype, _grid(z, call)
+    gamma, beta, keep = call.around
+    y, mean, rstd = (z, None, None) if gamma is None else _norm(z, call)
+    steps = reference.take_steps(y, reference.score(y, weights, form, grid), weights, form, dtype)
+    low = (dout if keep is None else dout * keep).to(dtype)
+    wants_y = wants_z or gamma is not None
+    dy, found = closed_form.pull_back(y, weights, form, grid, dtype, steps, low, wanted, wants_y)
+    grads = {name: grad for name, grad in zip(Weights._fields, found, strict=True) if grad is not None}
+    if gamma is None or beta is None:
+        return dy if wants_z else None, grads
+    given = (wide(z), z.shape[-1:], mean, rstd, wide(gamma), wide(beta), [True] * 3)
+    assert dy is not None
+    dz, grads["gamma"], grads["beta"] = torch.ops.aten.native_layer_norm_backward(wide(dy), *given)
+    return (dz + dout).to(z.dtype), grads

@@ -24,8 +24,8 @@ from dmst.kernels import mixture
 from dmst.kernels.arithmetic import cast, wide
 from dmst.kernels.choice import interpreted
 from dmst.kernels.form import GATE
+from dmst.kernels.fused.launch import no_second
 from dmst.kernels.mixture import Grid, MixtureForm, MixtureWeights
-from dmst.kernels.registered import no_second
 
 MOST_TOKENS, WIDEST = 256, 32
 MOST_PAIRS = 4096  # of tokens and groups, both padded: what shared memory holds

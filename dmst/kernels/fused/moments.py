@@ -1,20 +1,28 @@
-"""Second moments of the projected tokens, by membership, in one sweep over them; and what comes next while they are at hand.
+"""Second moments of the projected tokens, by membership, and the update that they attenuate.
 
     energy_ki = sum_n pi_nk s_nki^2        mass_k = sum_n pi_nk        T = energy/(mass + delta)     (uniform: pi = 1, mass = n)
-    whole sample:  update = f s            a second sweep, which finds its tokens in the cache
-    split sample:  weighted = pi s         and `finish` makes W_b = W diag(c_b), so that weighted W_b is update W
+    update_nki = f(pi_nk, c_ki) s_nki      with f and c of `core`, in the dtype of s
+    weighted   s' = pi s is kept: update = c s'
 
-A sample's tokens are split over programs where there are few samples; each leaves one row of partial sums, and `finish` adds
-them in order. A sample that is not split is finished at once, its gate opened from the sums of the scores on the way.
+Where there are many samples a program takes a whole one, and finds its tokens in the cache the second time. Otherwise the
+tokens of a sample are split over programs; each leaves one row of partial sums, and `finish_kernel` adds them up in order.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from dmst.kernels.fused.core import PROXIMAL, attenuation, factor, head_block, tile, weigh
-from dmst.kernels.fused.gate import activate
+from dmst.kernels import plan
+from dmst.kernels.form import Form
+from dmst.kernels.fused import resident
+from dmst.kernels.fused.core import MODES, PROXIMAL, attenuation, factor, gate_of_heads, head_block, tile, weigh
+from dmst.kernels.fused.launch import launch, op
+from dmst.kernels.plan import over, power_of_two
+
+F32 = torch.float32
 
 
 @triton.jit
@@ -27,48 +35,13 @@ def _divisor(mass, n, delta, UNIFORM: tl.constexpr, DELTA: tl.constexpr):
 
 
 @triton.jit
-def _open_gate(
-    sum_ptr, sample, n, tiles, scale,
-    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """The pooled scores and the gate (ALL) of one sample."""
-    head = tl.arange(0, ALL)
-    total = tl.zeros((ROWS, ALL), tl.float32)
-    for first in range(0, tiles, ROWS):
-        which = first + tl.arange(0, ROWS)
-        real = (which[:, None] < tiles) & (head[None, :] < K)
-        total += tl.load(sum_ptr + (sample * tiles + which[:, None]) * K + head[None, :], mask=real, other=0.0)
-    pooled = tl.sum(total, 0) / tl.maximum(n * 1.0, 1.0)
-    return pooled, scale * activate(pooled, head, K, GATE, ACTIVE)
-
-
-@triton.jit
-def _pick(values, head, ALL: tl.constexpr):
-    """values[head], for values (ALL)."""
-    return tl.sum(tl.where(tl.arange(0, ALL)[None, :] == head[:, None], values[None, :], 0.0), 1)
-
-
-@triton.jit
-def gate_kernel(
-    sum_ptr, gate_ptr, pooled_ptr, n, tiles, scale,
-    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """The gate alone, of one sample: where many programs need it, it is opened once."""
-    sample, head = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
-    pooled, gates = _open_gate(sum_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE, ROWS)
-    tl.store(pooled_ptr + sample * K + head, pooled, mask=head < K)
-    tl.store(gate_ptr + sample * K + head, gates, mask=head < K)
-
-
-@triton.jit
 def moments_kernel(
-    s_ptr, weight_ptr, channel_ptr, sum_ptr, theta_ptr, energy_ptr, mass_ptr, gate_ptr, pooled_ptr, update_ptr,
-    n, span, splits, tiles, scale, delta, sign,
-    K: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    UNIFORM: tl.constexpr, NORMALIZE: tl.constexpr, FINISH: tl.constexpr, DELTA: tl.constexpr, GATE: tl.constexpr,
-    ACTIVE: tl.constexpr, UPDATE: tl.constexpr, WEIGHTED: tl.constexpr, MODE: tl.constexpr, STAGES: tl.constexpr,
+    s_ptr, weight_ptr, channel_ptr, gate_ptr, theta_ptr, energy_ptr, mass_ptr, update_ptr, n, span, splits, delta, sign,
+    K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, UNIFORM: tl.constexpr,
+    NORMALIZE: tl.constexpr, UPDATE: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr, MODE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`NORMALIZE` divides each square by channel_ki first. With `FINISH` energy and mass become T and its divisor."""
+    """`NORMALIZE` divides each square by channel_ki first. With `UPDATE` energy and mass become T and its divisor."""
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
     energy = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
@@ -80,30 +53,21 @@ def moments_kernel(
         at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
         s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
         square = s * s / channel[None] if NORMALIZE else s * s
-        if not UNIFORM or WEIGHTED:
-            weight = tl.load(weight_ptr + place, mask=some, other=0.0)
         if UNIFORM:
             energy += square
         else:
+            weight = tl.load(weight_ptr + place, mask=some, other=0.0)
             energy += square * weight[:, :, None]
             mass += weight
-        if WEIGHTED:
-            tl.store(update_ptr + at, (weight[:, :, None] * s).to(update_ptr.dtype.element_ty), mask=real)
     total, whole = tl.sum(energy, 0), tl.sum(mass, 0)
-    if FINISH:
-        divisor = _divisor(whole, n, delta, UNIFORM, DELTA)
-        total, whole = total / divisor[:, None], divisor
-        if GATE:
-            pooled, gates = _open_gate(sum_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE, 64)
-            if tl.program_id(2) == 0:
-                every = tl.arange(0, ALL)
-                tl.store(pooled_ptr + sample * K + every, pooled, mask=every < K)
-                tl.store(gate_ptr + sample * K + every, gates, mask=every < K)
+    if UPDATE:
+        whole = _divisor(whole, n, delta, UNIFORM, DELTA)
+        total = total / whole[:, None]
     part = sample * splits + split
     tl.store(energy_ptr + part * (K * P) + column, total, mask=inside)
     tl.store(mass_ptr + part * K + head, whole, mask=head < K)
     if UPDATE:
-        gate = _pick(gates, head, ALL)[:, None] if GATE else tl.full((HEADS, 1), 1.0, tl.float32)
+        gate = gate_of_heads(gate_ptr, sample, head, K, GATED)[:, None]
         theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
         c = factor(attenuation(total, gate), gate, theta, sign, MODE)
         for first in tl.range(0, stop, TOKENS, num_stages=STAGES):
@@ -112,6 +76,31 @@ def moments_kernel(
             weight = tl.load(weight_ptr + place, mask=some, other=0.0)
             update = weigh(weight[:, :, None], c[None], MODE) * s
             tl.store(update_ptr + at, update.to(update_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def update_kernel(
+    s_ptr, membership_ptr, moment_ptr, gate_ptr, theta_ptr, out_ptr,
+    n, span, sign,
+    K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    MODE: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
+    gate = gate_of_heads(gate_ptr, sample, head, K, GATED)[:, None]
+    a = attenuation(tl.load(moment_ptr + sample * (K * P) + column, mask=inside, other=0.0), gate)
+    theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
+    c = factor(a, gate, theta, sign, MODE)
+    stop = tl.minimum((split + 1) * span, n)
+    for first in tl.range(split * span, stop, TOKENS, num_stages=STAGES):
+        at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
+        s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            update = c[None] * s
+        else:
+            pi = tl.load(membership_ptr + place, mask=some, other=0.0)
+            update = weigh(pi[:, :, None], c[None], MODE) * s
+        tl.store(out_ptr + at, update.to(out_ptr.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -155,3 +144,79 @@ def finish_kernel(
             tl.store(folded_ptr + at, here, mask=(row[:, None] < last) & inside[None, :])
             row += ROWS
             w = tl.load(weight_ptr + row[:, None] * weight_row, mask=(row[:, None] < last) & inside[None, :], other=0.0)
+
+
+@op()
+def settle(
+    projected: Tensor, membership: Tensor, gate: Tensor | None, theta: Tensor | None, form: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of projected (b, n, k p) and membership (b, n, k): update (b, n, k p), T (b, k, p) and its divisor (b, k)."""
+    told, (b, n, d) = Form.read(form), projected.shape
+    k, p = told.num_heads, d // told.num_heads
+    whole = plan.whole(b, n, k, p)
+    if whole is not None and resident.fits(n, d, p, projected.dtype, projected.device):
+        return resident.resident_settle(projected, membership, gate, theta, form)
+    sweep = whole or plan.sweep(b, n, k, p)
+    if sweep.splits > 1:
+        moment, divisor, _ = finish(*sums(projected, membership, None, told, sweep), gate, None, n, told)
+        return update(projected, membership, moment, gate, theta, form, False), moment, divisor
+    made = torch.empty_like(projected)
+    moment, divisor = sums(projected, membership, None, told, sweep, (gate, theta, made))
+    return made, moment.squeeze(1), divisor.squeeze(1)
+
+
+def sums(
+    projected: Tensor, weight: Tensor | None, channel: Tensor | None, form: Form, sweep: plan.Sweep,
+    whole: tuple[Tensor | None, Tensor | None, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Partial energies (b, splits, k, p) and masses (b, splits, k); `whole`: gate, theta and room for the update."""
+    (b, n, d), k = projected.shape, form.num_heads
+    energy = torch.empty(b, sweep.splits, k, d // k, device=projected.device, dtype=F32)
+    mass = torch.empty(b, sweep.splits, k, device=projected.device, dtype=F32)
+    gate, theta, made = whole or (None, None, None)
+    launch(
+        moments_kernel, (b, sweep.splits, over(k, sweep.heads)),
+        projected, weight, channel, gate, theta, energy, mass, made, n, sweep.span, sweep.splits, form.delta, form.sign,
+        K=k, P=d // k, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+        UNIFORM=weight is None or (form.uniform_moment and channel is None), NORMALIZE=channel is not None,
+        UPDATE=made is not None, DELTA=bool(form.delta), GATED=gate is not None, MODE=MODES[form.mode],
+        STAGES=sweep.stages, num_warps=sweep.warps,
+    )  # fmt: skip
+    return energy, mass
+
+
+def finish(
+    energy: Tensor, mass: Tensor, gate: Tensor | None, weight: Tensor | None, n: int, form: Form
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """T, its divisor, and from an output weight (d, k p) that of each sample (b, d, k p)."""
+    b, splits, k, p = energy.shape
+    d, width = k * p, power_of_two(p)
+    moment = torch.empty(b, k, p, device=energy.device, dtype=F32)
+    divisor = torch.empty(b, k, device=energy.device, dtype=F32)
+    folded = None if weight is None else torch.empty(b, d, d, device=energy.device, dtype=weight.dtype)
+    parts = min(16384 // width, next((parts for parts in (16, 64) if splits <= parts), 256))  # 128 numbers a thread
+    span = over(over(d, 64), min(over(d, 64), over(plan.PROGRAMS, b * k))) * 64  # few samples: each adds up for itself
+    along = (0, 0) if weight is None else weight.stride()
+    launch(
+        finish_kernel, (b, k, 1 if weight is None else over(d, span)),
+        energy, mass, moment, divisor, gate, weight, folded, n, splits, form.delta, form.sign, *along,
+        D=d, K=k, P=p, WIDTH=width, PARTS=parts, ROWS=64, SPAN=span, UNIFORM=form.uniform_moment, DELTA=bool(form.delta),
+        GATED=gate is not None, FOLD=weight is not None, MODE=MODES[form.mode], num_warps=4,
+    )  # fmt: skip
+    return moment, divisor, folded
+
+
+@op()
+def update(
+    projected: Tensor, membership: Tensor, moment: Tensor, gate: Tensor | None, theta: Tensor | None, form: str, weighted: bool
+) -> Tensor:
+    told, (b, n, d) = Form.read(form), projected.shape
+    k = told.num_heads
+    sweep, out = plan.sweep(b, n, k, d // k), torch.empty_like(projected)
+    launch(
+        update_kernel, (b, sweep.splits, over(k, sweep.heads)),
+        projected, membership, moment, gate, theta, out, n, sweep.span, told.sign,
+        K=k, P=d // k, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+        MODE=MODES[told.mode], GATED=gate is not None, WEIGHTED=weighted, STAGES=sweep.stages, num_warps=sweep.warps,
+    )  # fmt: skip
+    return out

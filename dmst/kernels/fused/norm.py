@@ -12,10 +12,17 @@ the variance is summed. Plain float32 arithmetic, one sum over the lanes for eac
 
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from dmst.kernels.fused.turn import PLAIN, fetch, places, turns, unpack, weight_pairs
+from dmst.kernels import plan
+from dmst.kernels.fused.launch import flops, launch, op
+from dmst.kernels.fused.turn import PLAIN, fetch, kind, places, turn, turns, unpack, weight_pairs
+from dmst.kernels.plan import over
 
 
 @triton.jit
@@ -179,3 +186,53 @@ def norm_adjoint_kernel(
             part = part_ptr + tl.program_id(0) * D + place
             tl.store(part, tl.sum(dgammas[c], 0), mask=place < D)
             tl.store(part + tl.num_programs(0) * D, tl.sum(dbetas[c], 0), mask=place < D)
+
+
+@op()
+def norm_score(
+    z: Tensor, gamma: Tensor, beta: Tensor, eps: float, assign: Tensor | None, bias: Tensor | None, tables: list[Tensor],
+    step: int, dtype: torch.dtype, sigmoid: bool, pooled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y (b, n, d) in `dtype`, mean and rstd (b, n), and what `score.score` makes of y, empty without `assign`."""
+    (b, n, d), k = z.shape, 1 if assign is None else assign.shape[0]
+    tile, scored = plan.norm(d), assign is not None
+    tiles = over(n, tile.tokens)
+    y = torch.empty_like(z, dtype=dtype)
+    mean, rstd = (torch.empty(b, n, device=z.device, dtype=torch.float32) for _ in range(2))
+    out = torch.empty(b if scored else 0, n, k, device=z.device, dtype=torch.float32)
+    sums = torch.empty(b, tiles if pooled else 0, k, device=z.device, dtype=torch.float32)
+    turned = turn(tables, step, d, tile, z)
+    launch(
+        norm_score_kernel, (b * tiles,), z, gamma, beta, assign, bias, *turned.tables, y, mean, rstd, out, sums,
+        n, step, tiles, eps,
+        K=k, Z=kind(z), ASSIGN=0 if assign is None else kind(assign), SCORES=scored, BIAS=bias is not None, SIGMOID=sigmoid,
+        SUMS=pooled, maxnreg=128, **turned.constants,
+    )  # fmt: skip
+    return y, mean, rstd, out, sums
+
+
+@op()
+def norm_adjoint(
+    product: Tensor, dscores: Tensor | None, dpooled: Tensor | None, assign: Tensor | None, tables: list[Tensor], step: int,
+    dout: Tensor, z: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, weigh: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dz = dout + what the norm makes of dy; with `weigh` partial sums (2, rows, d) of the gradients of its weights."""
+    (b, n, d), k = z.shape, 1 if dscores is None else dscores.shape[-1]
+    tile = plan.norm_adjoint(d)
+    run = over(over(b * n, tile.tokens), plan.NORM_PROGRAMS) * tile.tokens
+    programs = over(b * n, run)
+    dz = torch.empty_like(z)
+    part = torch.empty(2 if weigh else 0, programs, d, device=z.device, dtype=torch.float32)
+    turned = turn(tables, step, d, tile, z)
+    constants = {name: value for name, value in turned.constants.items() if name != "LEVEL"}
+    launch(
+        norm_adjoint_kernel, (programs,), product, dscores, dpooled, assign, *turned.tables,
+        dout, z, gamma, mean, rstd, dz, part, b * n, run, n, step,
+        K=k, ASSIGN=0 if assign is None else kind(assign), SCORES=dscores is not None, GATED=dpooled is not None,
+        WEIGHTS=weigh, **constants,
+    )  # fmt: skip
+    return dz, part
+
+
+flops("norm_score", lambda z, gamma, beta, eps, assign, *_: 2 * math.prod(z) * assign[0] if assign else 0)
+flops("norm_adjoint", lambda product, dscores, *_: 2 * math.prod(product) * dscores[-1] if dscores else 0)

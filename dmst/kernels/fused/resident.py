@@ -19,15 +19,17 @@ rounded up to one of `CLASSES`; n itself is not.
 # mypy: disallow-untyped-defs=False, disable-error-code="assignment, misc, var-annotated"
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from dmst.kernels import plan
+from dmst.kernels.form import Form
 from dmst.kernels.fused.core import LISTING, MODES, PROXIMAL, attenuation, factor, weigh
-from dmst.kernels.fused.launch import Cut, launch, planned
+from dmst.kernels.fused.launch import is_fake, op
 from dmst.kernels.plan import over, power_of_two
 
 try:
@@ -300,87 +302,72 @@ class Shape(NamedTuple):
 
 def fits(n: int, d: int, p: int, dtype: torch.dtype, device: torch.device) -> Shape | None:
     """How `settle` cuts samples of n tokens with d channels in heads of p; None where it does not serve them."""
-    return _fits(n, d, p, _index(device)) if _serves(p, dtype, device) else None
+    return _fits(n, d, p, _index(device)) if _serves(n, p, dtype, device) else None
 
 
 def fits_pull(n: int, d: int, p: int, dtype: torch.dtype, device: torch.device) -> Shape | None:
     """The same for `pull`, which has two tensors to hold."""
-    return _fits_pull(n, d, p, _index(device)) if _serves(p, dtype, device) else None
+    return _fits_pull(n, d, p, _index(device)) if _serves(n, p, dtype, device) else None
 
 
-def settle(
-    projected: Tensor, membership: Tensor, gate: Tensor | None, theta: Tensor | None,
-    *, mode: str, sign: float, delta: float, uniform: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of projected (b, n, d) and membership (b, n, k): update (b, n, d), second moment (b, k, p) and its divisor (b, k)."""
-    (b, n, d), k = projected.shape, membership.shape[-1]
-    dtype, device = projected.dtype, projected.device
+@op(gluon=True)
+def resident_settle(
+    projected: Tensor, membership: Tensor, gate: Tensor | None, theta: Tensor | None, form: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `moments.settle`."""
+    told, (b, n, d), k = Form.read(form), projected.shape, membership.shape[-1]
     update = torch.empty_like(projected)
-    moment = torch.empty(b, k, d // k, device=device, dtype=F32)
-    divisor = torch.empty(b, k, device=device, dtype=F32)
-    cut = _plan_settle(b, n, d, k, dtype, device, mode, gate is not None, uniform, bool(delta))
-    launch(settle_kernel, cut, projected, membership, gate, theta, update, moment, divisor, n, float(delta), float(sign))
+    moment, divisor = membership.new_empty(b, k, d // k), membership.new_empty(b, k)
+    if not is_fake(projected):
+        shape = fits(n, d, d // k, projected.dtype, projected.device)
+        assert shape is not None
+        settle_kernel[(b * (d // shape.columns),)](
+            projected, membership, gate, theta, update, moment, divisor, n, float(told.delta), float(told.sign),
+            K=k, P=d // k, COLUMNS=shape.columns, TILES=shape.tiles, FULL=shape.full, WARPS=shape.warps,
+            MODE=MODES[told.mode], GATED=gate is not None, UNIFORM=told.uniform_moment, DELTA=bool(told.delta),
+            num_warps=shape.warps,
+        )  # fmt: skip
     return update, moment, divisor
 
 
-@lru_cache(1024)
-def _plan_settle(
-    b: int, n: int, d: int, k: int, dtype: torch.dtype, device: torch.device, mode: str, gated: bool, uniform: bool, delta: bool
-) -> Cut:
-    shape = fits(n, d, d // k, dtype, device)
-    assert shape is not None
-    return planned(
-        (b * (d // shape.columns),),
-        K=k, P=d // k, COLUMNS=shape.columns, TILES=shape.tiles, FULL=shape.full, WARPS=shape.warps,
-        MODE=MODES[mode], GATED=gated, UNIFORM=uniform, DELTA=delta, num_warps=shape.warps,
-    )  # fmt: skip
+@op(gluon=True, mutates=("grad",))
+def resident_pull(
+    grad: Tensor, projected: Tensor, membership: Tensor, moment: Tensor, gate: Tensor | None, divisor: Tensor,
+    theta: Tensor | None, form: str, wants_bias: bool, wants_update: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `adjoint.pull`, with the update once more, since s is at hand."""
+    told, (b, n, d), k = Form.read(form), projected.shape, membership.shape[-1]
+    p, width = d // k, power_of_two(d // k)
+    made = empties(membership, gate, theta, (b, 1, k, p), wants_bias)
+    update = torch.empty_like(projected) if wants_update else grad.new_empty(0)
+    if not is_fake(grad):
+        shape = fits_pull(n, d, p, grad.dtype, grad.device)
+        assert shape is not None and grad.dtype == projected.dtype
+        heads = shape.columns // width
+        pull_kernel[(b * over(k, heads),)](
+            grad, projected, membership, moment, gate, divisor, theta, *made, update, n, float(told.sign),
+            K=k, P=p, HEADS=heads, WIDTH=width, TILES=shape.tiles, FULL=shape.full, WARPS=shape.warps,
+            MODE=MODES[told.mode], GATED=gate is not None, UNIFORM=told.uniform_moment,
+            SIGMOID=told.membership == "sigmoid", BIAS=wants_bias, UPDATE=wants_update, num_warps=shape.warps, **AS_WRITTEN,
+        )  # fmt: skip
+    return *made, update
 
 
-def pull(
-    grad: Tensor, projected: Tensor, membership: Tensor, second_moment: Tensor, gate: Tensor | None, divisor: Tensor,
-    theta: Tensor | None, *, mode: str, sign: float, uniform: bool, sigmoid: bool, wants_bias: bool, wants_update: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dS over G, and the gradients of scores or membership (b, n, k), gate and theta (b, k), and of the bias (b, 1, k, p);
-    the update once more, since s is at hand.
-    """
-    (b, n, d), k = projected.shape, membership.shape[-1]
-    assert grad.dtype == projected.dtype
-    dscores = torch.empty_like(membership)
-    dgate = torch.empty_like(gate) if gate is not None else None
-    dtheta = torch.empty_like(divisor) if mode == "proximal" else None
-    dbias = torch.empty(b, 1, k, d // k, device=grad.device, dtype=F32) if wants_bias else None
-    update = torch.empty_like(projected) if wants_update else None
-    asked = (sigmoid, wants_bias, wants_update)
-    cut = _plan_pull(b, n, d, k, grad.dtype, grad.device, mode, gate is not None, uniform, asked)
-    launch(
-        pull_kernel, cut,
-        grad, projected, membership, second_moment, gate, divisor, theta, dscores, dgate, dtheta, dbias, update,
-        n, float(sign),
-    )  # fmt: skip
-    return dscores, dgate, dtheta, dbias, update
+def empties(
+    membership: Tensor, gate: Tensor | None, theta: Tensor | None, bias: tuple[int, ...], wants_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Room for the gradients of scores, gate, theta and bias; empty where there is none, or it is not wanted."""
+    k = membership.shape[-1]
+    dgate, dtheta = (membership.new_empty(membership.shape[0] if x is not None else 0, k) for x in (gate, theta))
+    return torch.empty_like(membership), dgate, dtheta, membership.new_empty(bias if wants_bias else (0, *bias[1:]))
 
 
-@lru_cache(1024)
-def _plan_pull(
-    b: int, n: int, d: int, k: int, dtype: torch.dtype, device: torch.device, mode: str, gated: bool, uniform: bool,
-    asked: tuple[bool, bool, bool],
-) -> Cut:  # fmt: skip
-    p, (sigmoid, bias, update) = d // k, asked
-    shape = fits_pull(n, d, p, dtype, device)
-    assert shape is not None
-    width = power_of_two(p)
-    heads = shape.columns // width
-    return planned(
-        (b * over(k, heads),),
-        K=k, P=p, HEADS=heads, WIDTH=width, TILES=shape.tiles, FULL=shape.full, WARPS=shape.warps,
-        MODE=MODES[mode], GATED=gated, UNIFORM=uniform, SIGMOID=sigmoid, BIAS=bias, UPDATE=update,
-        num_warps=shape.warps, **AS_WRITTEN,
-    )  # fmt: skip
+def _serves(n: int, p: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """What neither the sample's length nor the device's memory decides. A graph for every length has no length."""
+    return plan.RESIDENT and isinstance(n, int) and serves(p, dtype, device)
 
 
-@cache
-def _serves(p: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """What neither the sample's length nor the device's memory decides."""
+def serves(p: int, dtype: torch.dtype, device: torch.device) -> bool:
     known = GLUON and torch.version.hip is None
     return known and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and p % 8 == 0
 

@@ -10,10 +10,18 @@ accumulator a token, and the lanes are summed once, at the end.
 
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from dmst.kernels.fused.turn import fetch, four, places, turns, unpack, weight_pairs
+from dmst.kernels import plan
+from dmst.kernels.fused import by_position
+from dmst.kernels.fused.launch import flops, launch, op
+from dmst.kernels.fused.turn import fetch, four, kind, places, turn, turns, unpack, weight_pairs
+from dmst.kernels.plan import over
 
 GROUP = 8  # heads of one program
 
@@ -91,3 +99,27 @@ def score_kernel(
         tl.store(sum_ptr + (sample * tiles + tile) * K + which, total, mask=which < K)
     value = tl.sigmoid(scores) if SIGMOID else scores
     tl.store(out_ptr + row * K + head, value, mask=here & (head < K))
+
+
+@op()
+def score(
+    z: Tensor, assign: Tensor, bias: Tensor | None, tables: list[Tensor], step: int, sigmoid: bool, pooled: bool
+) -> tuple[Tensor, Tensor]:
+    """pi or l of z (b, n, d), as (b, n, k); with `pooled` sums of l by tile, (b, tiles, k)."""
+    (b, n, d), k = z.shape, assign.shape[0]
+    if plan.by_position(b, k, z.dtype, len(tables) > 0):
+        return by_position.score(z, assign, bias, tables, step, sigmoid, pooled)
+    tile = plan.score(d)
+    tiles = over(n, tile.tokens)
+    out = torch.empty(b, n, k, device=z.device, dtype=torch.float32)
+    sums = torch.empty(b, tiles if pooled else 0, k, device=z.device, dtype=torch.float32)
+    turned = turn(tables, step, d, tile, z)
+    launch(
+        score_kernel, (b * tiles, over(k, GROUP)), z, assign, bias, *turned.tables, out, sums, n, step, tiles,
+        K=k, Z=kind(z), ASSIGN=kind(assign), BIAS=bias is not None, SIGMOID=sigmoid, SUMS=pooled, maxnreg=128,
+        **turned.constants,
+    )  # fmt: skip
+    return out, sums
+
+
+flops("score", lambda z, assign, *_: 2 * math.prod(z) * assign[0])

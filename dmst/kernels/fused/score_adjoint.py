@@ -1,6 +1,5 @@
 """From dscores back to the tokens and to `assign`.
 
-    dpooled_k   = pullback(gate_scale dg)_k / n                       every token has this share in the pooled score
     dz_n        = (dS W_in)_n + rot_n^T sum_k dscores_nk assign_k     the product is read, dz is written
     dassign_k   = sum_n dscores_nk rot_n z_n                          one row of partial sums a program
 
@@ -10,26 +9,19 @@ all heads; on the way to `assign` it keeps the sums of eight heads for its pairs
 
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from dmst.kernels.fused.gate import pull_back
-from dmst.kernels.fused.turn import beside, fetch, four, places, turns, unpack, weight_pairs
-
-
-@triton.jit
-def gate_adjoint_kernel(
-    dgate_ptr, pooled_ptr, dpooled_ptr, dbias_ptr, above, n, scale,
-    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr,
-):  # fmt: skip
-    sample = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, ALL)
-    dgate = tl.load(dgate_ptr + sample * K + head, mask=head < K, other=0.0) * scale
-    pooled = tl.load(pooled_ptr + sample * K + head, mask=head < K, other=0.0)
-    pulled = pull_back(dgate, pooled, head, K, GATE, ACTIVE)
-    tl.store(dpooled_ptr + sample * K + head, pulled / (n * 1.0), mask=head < K)
-    if dbias_ptr is not None:  # of all n tokens
-        tl.store(dbias_ptr + (above + sample) * K + head, pulled, mask=head < K)
+from dmst.kernels import plan
+from dmst.kernels.fused import by_position
+from dmst.kernels.fused.launch import flops, launch, op
+from dmst.kernels.fused.score import GROUP
+from dmst.kernels.fused.turn import beside, fetch, four, kind, places, turn, turns, unpack, weight_pairs
+from dmst.kernels.plan import over
 
 
 @triton.jit
@@ -163,3 +155,44 @@ def into_assign_kernel(
     for h in tl.static_range(8):
         if h < K:
             _leave(out, evens[h], odds[h], first_head + h, flat, D, K)
+
+
+@op()
+def into_tokens(
+    product: Tensor, dscores: Tensor, dpooled: Tensor | None, assign: Tensor, tables: list[Tensor], step: int,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """dz (b, n, d) from dS U^T and dscores (b, n, k); dpooled (b, k) is each token's share of the gate."""
+    (b, n, d), tile = product.shape, plan.into_tokens(product.shape[-1])
+    tiles = over(n, tile.tokens)
+    dz = torch.empty_like(product, dtype=dtype)
+    turned = turn(tables, step, d, tile, product)
+    launch(
+        into_tokens_kernel, (b * tiles, over(d, tile.channels)),
+        assign, dscores, dpooled, product, *turned.tables, dz, n, step, tiles,
+        K=dscores.shape[-1], ASSIGN=kind(assign), GATED=dpooled is not None, **turned.constants,
+    )  # fmt: skip
+    return dz
+
+
+@op()
+def into_assign(z: Tensor, dscores: Tensor, dpooled: Tensor | None, tables: list[Tensor], step: int) -> Tensor:
+    """Partial sums (rows, k, d) of the gradient of `assign`."""
+    (b, n, d), k = z.shape, dscores.shape[-1]
+    if plan.by_position(b, k, z.dtype, len(tables) > 0):
+        return by_position.into_assign(z, dscores, dpooled, tables, step)
+    tile = plan.into_assign(d)
+    tiles = over(n, tile.tokens)
+    run = over(b * tiles, plan.ASSIGN_PROGRAMS)
+    part = torch.empty(over(b * tiles, run), k, d, device=z.device, dtype=torch.float32)
+    turned = turn(tables, step, d, tile, z)
+    launch(
+        into_assign_kernel, (part.shape[0], over(d, tile.channels), over(k, GROUP)),
+        z, dscores, dpooled, *turned.tables, part, n, step, tiles, run, b * tiles,
+        K=k, Z=kind(z), GATED=dpooled is not None, **turned.constants,
+    )  # fmt: skip
+    return part
+
+
+flops("into_tokens", lambda product, dscores, *_: 2 * math.prod(product) * dscores[-1])
+flops("into_assign", lambda z, dscores, *_: 2 * math.prod(z) * dscores[-1])

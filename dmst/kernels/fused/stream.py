@@ -11,18 +11,17 @@ way without shared memory or barriers.
 # mypy: disallow-untyped-defs=False, disable-error-code="assignment, misc, var-annotated"
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from dmst.kernels import plan
+from dmst.kernels.form import Form
+from dmst.kernels.fused import resident
 from dmst.kernels.fused.core import MODES, PROXIMAL, attenuation, factor
-from dmst.kernels.fused.launch import Cut, launch, planned
-from dmst.kernels.fused.resident import AS_WRITTEN, _serves, between, gl, gluon, pulled
+from dmst.kernels.fused.launch import is_fake, op
+from dmst.kernels.fused.resident import between, gl, gluon, pulled
 from dmst.kernels.plan import over
 
-F32 = torch.float32
 WARPS, TILES = 8, 2  # within 3 % of the fastest of twelve, with 512 or 1,056 programs, at 65,536 and 262,144 tokens
 
 
@@ -104,34 +103,23 @@ def stream_kernel(
 
 
 def serves(p: int, dtype: torch.dtype, device: torch.device) -> bool:
-    return _serves(p, dtype, device)
+    return plan.STREAM and resident.serves(p, dtype, device)
 
 
-def pull(
-    grad: Tensor, projected: Tensor, membership: Tensor, second_moment: Tensor, gate: Tensor | None, divisor: Tensor,
-    theta: Tensor | None, total: Tensor, cut: plan.Sweep, *,
-    mode: str, sign: float, uniform: bool, sigmoid: bool, weighted: bool, wants_bias: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """As `resident.pull`, with A = total (b, k, p); samples cut as `cut` says, and so are the sums of dS (b, splits, k, p)."""
-    (b, n, d), k = projected.shape, membership.shape[-1]
-    dscores = torch.empty_like(membership)
-    dgate = torch.empty_like(gate) if gate is not None else None
-    dtheta = torch.empty_like(divisor) if mode == "proximal" else None
-    dbias = torch.empty(b, cut.splits, k, d // k, device=grad.device, dtype=F32) if wants_bias else None
-    launch(
-        stream_kernel, _plan(b, d, k, cut, mode, gate is not None, uniform, sigmoid, weighted, wants_bias),
-        grad, projected, membership, second_moment, gate, divisor, theta, total, dscores, dgate, dtheta, dbias,
-        n, cut.span, cut.splits, float(sign),
-    )  # fmt: skip
-    return dscores, dgate, dtheta, dbias
-
-
-@lru_cache(1024)
-def _plan(
-    b: int, d: int, k: int, cut: plan.Sweep, mode: str, gated: bool, uniform: bool, sigmoid: bool, weighted: bool, bias: bool
-) -> Cut:
-    return planned(
-        (b, cut.splits, over(k, cut.heads)),
-        K=k, P=d // k, HEADS=cut.heads, WIDTH=cut.width, TILES=TILES, WARPS=WARPS, MODE=MODES[mode], GATED=gated,
-        UNIFORM=uniform, SIGMOID=sigmoid, WEIGHTED=weighted, BIAS=bias, num_warps=WARPS, **AS_WRITTEN,
-    )  # fmt: skip
+@op(gluon=True, mutates=("grad",))
+def stream_pull(
+    grad: Tensor, projected: Tensor, membership: Tensor, moment: Tensor, gate: Tensor | None, divisor: Tensor,
+    theta: Tensor | None, total: Tensor, form: str, weighted: bool, wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `adjoint.pull`, with A = total (b, k, p)."""
+    told, (b, n, d), k = Form.read(form), projected.shape, membership.shape[-1]
+    cut = plan.sweep(b, n, k, d // k)
+    made = resident.empties(membership, gate, theta, (b, cut.splits, k, d // k), wants_bias)
+    if not is_fake(grad):
+        stream_kernel[(b, cut.splits, over(k, cut.heads))](
+            grad, projected, membership, moment, gate, divisor, theta, total, *made, n, cut.span, cut.splits, float(told.sign),
+            K=k, P=d // k, HEADS=cut.heads, WIDTH=cut.width, TILES=TILES, WARPS=WARPS, MODE=MODES[told.mode],
+            GATED=gate is not None, UNIFORM=told.uniform_moment, SIGMOID=told.membership == "sigmoid", WEIGHTED=weighted,
+            BIAS=wants_bias, num_warps=WARPS, **resident.AS_WRITTEN,
+        )  # fmt: skip
+    return made

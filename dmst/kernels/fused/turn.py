@@ -11,22 +11,43 @@ rows follow each other, so that little is read.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from dmst.kernels.plan import Tile
 
 PLAIN: tl.constexpr = tl.constexpr(0)
 BF16: tl.constexpr = tl.constexpr(1)
 F16: tl.constexpr = tl.constexpr(2)
-_WORDS = {torch.bfloat16: (torch.int32, 1), torch.float16: (torch.int32, 2), torch.float32: (torch.int64, 3)}
+F32: tl.constexpr = tl.constexpr(3)
+_KINDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
-def words(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """x as `fetch` reads it, and how: a pair as one integer, where they are aligned so."""
-    if x.shape[-1] % 2 or x.data_ptr() % 16 or x.dtype not in _WORDS:
-        return x, 0
-    word, kind = _WORDS[x.dtype]
-    return x.view(word), kind
+def kind(x: Tensor) -> int:
+    """How `fetch` reads x: a pair as one integer where pairs are aligned so, else number by number."""
+    aligned = x.shape[-1] % 2 == 0 and x.storage_offset() * x.element_size() % 16 == 0
+    return _KINDS.get(x.dtype, 0) if aligned else 0
+
+
+class Turn(NamedTuple):
+    """What the kernels that rotate are given."""
+
+    tables: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+def turn(tables: list[Tensor], step: int, dim: int, tile: Tile, unused: Tensor) -> Turn:
+    """`tables` are cos and sin of the far and of the near factor, or nothing."""
+    turned = len(tables) > 0
+    constants = {
+        "D": dim, "TOKENS": tile.tokens, "CHANNELS": tile.channels, "num_warps": tile.warps,
+        "ROTARY": turned, "LEVEL": turned and step % tile.tokens == 0,
+    }  # fmt: skip
+    return Turn(tuple(tables) if turned else (unused,) * 4, constants)
 
 
 @triton.jit
@@ -67,9 +88,18 @@ def fetch(ptr, row, pair, mask, KIND: tl.constexpr, D: tl.constexpr):
         first = tl.load(ptr + row * D + 2 * pair, mask=mask, other=0.0)
         second = tl.load(ptr + row * D + 2 * pair + 1, mask=mask & (2 * pair + 1 < D), other=0.0)
     else:
-        first = tl.load(ptr + row * (D // 2) + pair, mask=mask, other=0, eviction_policy="evict_first")
+        first = tl.load(_words(ptr, KIND) + row * (D // 2) + pair, mask=mask, other=0, eviction_policy="evict_first")
         second = first
     return first, second
+
+
+@triton.jit
+def _words(ptr, KIND: tl.constexpr):
+    if KIND == F32:
+        words = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    else:
+        words = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    return words
 
 
 @triton.jit
@@ -92,7 +122,7 @@ def unpack(first, second, KIND: tl.constexpr):
 def weight_pairs(ptr, row, pair, KIND: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr):
     """The even and odd channels of one row of a weight; EVEN: all of these rows and pairs exist."""
     if EVEN and KIND != PLAIN:
-        word = tl.load(ptr + row * (D // 2) + pair)
+        word = tl.load(_words(ptr, KIND) + row * (D // 2) + pair)
         even, odd = unpack(word, word, KIND)
     else:
         first, second = fetch(ptr, row, pair, (2 * pair < D) & (row < ROWS), KIND, D)

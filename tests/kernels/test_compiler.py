@@ -28,8 +28,13 @@ from tests.kernels.test_residual_step import block_of, draw_step
 from tests.kernels.test_residual_step import fused as fused_step
 from tests.parity import DEVICE, F32, LISTING, TSSA, Layer, Net, check, draw, fused, needs_triton, plain
 
-pytestmark = needs_triton
+pytestmark = [
+    *needs_triton,
+    # the compiler makes an object of torch's own class when it traces an autograd function
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 SMALL = (2, 6, 24, 3)  # b, n, d, k
+KERNELS = "triton_kernel_wrapper" if DEVICE == "cuda" else "dmst"  # in a graph: the compiler sees no interpreted kernels
 FORMS = [LISTING, ("dmsa", {"mode": "proximal", "rotary": "2d"}), TSSA]
 
 
@@ -58,19 +63,15 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("what", ["layer", "layer of nothing", "step"])
+@pytest.mark.parametrize("what", ["layer", "step"])
 def test_opcheck(what: str) -> None:
-    """Schema, fake implementation, autograd and tracing with symbolic sizes, of what forward and backward passes call."""
+    """Schema, fake implementation and tracing with symbolic sizes, of every operator that forward and backward passes call."""
     with Calls() as calls:
-        if what == "step":
-            fused_step(draw_step(LISTING, SMALL))
-        else:
-            for case in (LISTING, TSSA):
-                fused(draw(case, SMALL if what == "layer" else (2, 0, 24, 3), excited=True))
-    assert len(calls.seen) >= 2
+        for case in (LISTING, TSSA):
+            fused_step(draw_step(case, SMALL)) if what == "step" else fused(draw(case, SMALL, excited=True))
+    assert len({call for call, _ in calls.seen}) >= 7
     for call, given in calls.seen:
-        moving = [x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given]
-        opcheck(call, moving if "backward" not in str(call) else [x.detach() if isinstance(x, Tensor) else x for x in given])
+        opcheck(call, [x.detach() if isinstance(x, Tensor) else x for x in given])
 
 
 def test_fake_tensors() -> None:
@@ -86,12 +87,12 @@ def test_fake_tensors() -> None:
 # --- the compiler -----------------------------------------------------------------------------------------------------
 
 
-def counting(graphs: list) -> Any:
+def keeping(graphs: list[str]) -> Any:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 
     def look(graph: torch.fx.GraphModule, _: list) -> Any:
-        graphs.append([str(node.target) for node in graph.graph.nodes])
+        graphs.append(graph.code)
         return make_boxed_func(graph.forward)
 
     return aot_autograd(fw_compiler=look, bw_compiler=look)
@@ -100,13 +101,13 @@ def counting(graphs: list) -> Any:
 @pytest.mark.compile
 @pytest.mark.parametrize("case", FORMS, ids=label)
 def test_a_compiled_layer_is_one_graph_for_every_length(case: tuple) -> None:
-    """Full graph, symbolic sizes, forward and backward, and the layer is in it as one operator.
+    """Full graph, symbolic sizes, forward and backward, by our kernels.
 
     Lengths from two rotary steps on: up to one step the table of steps has one row, and torch makes a graph of its own for 1.
     """
-    graphs: list[list[str]] = []
+    graphs: list[str] = []
     operator = build(*case, dtype=F32).to(DEVICE)
-    compiled = torch.compile(operator, fullgraph=True, dynamic=True, backend=counting(graphs))
+    compiled = torch.compile(operator, fullgraph=True, dynamic=True, backend=keeping(graphs))
     with use_kernels("fused"):
         for n in (34, 50):
             z, grad = torch.randn(2, n, 24, device=DEVICE), torch.randn(2, n, 24, device=DEVICE)
@@ -114,14 +115,14 @@ def test_a_compiled_layer_is_one_graph_for_every_length(case: tuple) -> None:
             for name, value in eager.items():
                 found = traced.get(name, traced.get(f"_orig_mod.{name}"))
                 assert relative(found, value) < 1e-5 or (found - value).norm() < 1e-6, (n, name)
-    assert [sum("dmst" in target for target in graph) for graph in graphs] == [1, 1]
+    assert [KERNELS in graph for graph in graphs] == [True, True]
 
 
 @pytest.mark.compile
 def test_a_compiled_block_is_one_graph() -> None:
-    graphs: list[list[str]] = []
+    graphs: list[str] = []
     block = block_of().train()
-    compiled = torch.compile(block, fullgraph=True, backend=counting(graphs))
+    compiled = torch.compile(block, fullgraph=True, backend=keeping(graphs))
     z = torch.randn(4, 6, 24, device=DEVICE)
     results = []
     for each in (block, compiled):
@@ -130,7 +131,7 @@ def test_a_compiled_block_is_one_graph() -> None:
             out = each(moving, grid=(2, 3))
         results.append((out.detach(), *torch.autograd.grad(out.square().sum(), (moving, *block.parameters()))))
     assert all(relative(x, y) < 1e-5 for x, y in zip(*results, strict=True))
-    assert [sum("dmst" in target for target in graph) for graph in graphs] == [1, 1]
+    assert [KERNELS in graph for graph in graphs] == [True, True]
 
 
 @pytest.mark.compile
@@ -148,7 +149,7 @@ def test_a_compiled_layer_follows_the_choice() -> None:
         for name in ("reference", "fused", "reference"):
             with use_kernels(name):
                 torch.testing.assert_close(compiled(z), operator(z))
-    assert ["dmst.attend" in graph for graph in graphs] == [False, True]
+    assert ["dmst.score" in graph for graph in graphs] == [False, True]
 
 
 @pytest.mark.compile
@@ -275,7 +276,7 @@ def test_ddp_is_one_process_with_the_whole_batch(tmp_path: Path) -> None:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exception]]:
     """The forward and backward passes raise what stands in the list. Afterwards every kernel is tried again."""
-    from dmst.kernels.fused import layer, step
+    from dmst.kernels.fused import layer
 
     raised: list[Exception] = []
 
@@ -283,9 +284,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exception]]:
         raise raised[0]
 
     attempt.anew()
-    for module in (layer, step):
-        for name in ("forward", "backward"):
-            monkeypatch.setattr(module, name, fail)
+    for name in ("_fused_forward", "_fused_backward"):
+        monkeypatch.setattr(layer, name, fail)
     yield raised
     attempt.anew()
 
