@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmst.errors import OptionError, ShapeError
+from dmst.errors import ShapeError
 from dmst.kernels import reference
 from dmst.kernels.autocast import autocast_is_on, without_autocast
-from dmst.kernels.choice import _fused_attend, kernel_for, mixture_kernel_for, use_kernels
+from dmst.kernels.choice import kernel_for, mixture_kernel_for, use_kernels
 from dmst.kernels.form import Form, Weights
 from dmst.kernels.mixture import MixtureForm, MixtureWeights
 
@@ -24,18 +24,9 @@ def compute_dtype(z: Tensor) -> torch.dtype:
 
 def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None) -> Tensor:
     """The layer on z (b, n, d): projections in the compute dtype, everything between them in at least float32."""
-    check_tokens(z, form)
-    mixed = autocast_is_on(z)
-    dtype = torch.get_autocast_dtype(z.device.type) if mixed and z.dtype != torch.float64 else z.dtype
-    try:
-        kernel = kernel_for(z, weights, form, dtype)
-    except OptionError:  # what is wrong with the tensors is said first
-        check(z, weights, form)
-        raise
-    if kernel is not _fused_attend:  # which checks them itself, where it has not seen their like before
-        check(z, weights, form)
-    if not mixed:
-        return kernel(z, weights, form, grid=grid, dtype=dtype)
+    check(z, weights, form)
+    dtype = compute_dtype(z)
+    kernel = kernel_for(z, weights, form, dtype)
     with without_autocast(z):  # the scores must not be rounded on their way
         return kernel(z, weights, form, grid=grid, dtype=dtype)
 
@@ -48,18 +39,13 @@ def attend_mixture(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, gri
         return kernel(z, weights, form, grid=grid, dtype=dtype)
 
 
-def check_tokens(z: Tensor, form: Form) -> None:
+def check(z: Tensor, weights: Weights, form: Form) -> None:
+    """Refuse what does not fit before anything is launched: a kernel would read beyond its memory."""
     if z.ndim != 3 or not z.is_floating_point():
         raise ShapeError(f"z is {tuple(z.shape)} in {z.dtype}: it must be (batch, tokens, width) in a floating-point dtype.")
     d, k = z.shape[-1], form.num_heads
     if d % k:
         raise ShapeError(f"z has width {d}, which {k} heads do not divide.")
-
-
-def check(z: Tensor, weights: Weights, form: Form) -> None:
-    """Refuse what does not fit before anything is launched: a kernel would read beyond its memory."""
-    check_tokens(z, form)
-    d, k = z.shape[-1], form.num_heads
     shapes, device = ((d, d), (d,), (k, d), (k,), (d, d), (d,), (k, 1), ()), z.device
     for name, weight, shape in zip(Weights._fields, weights, shapes, strict=True):
         if weight is None:

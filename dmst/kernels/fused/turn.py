@@ -95,11 +95,7 @@ def fetch(ptr, row, pair, mask, KIND: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _words(ptr, KIND: tl.constexpr):
-    if KIND == F32:
-        words = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    else:
-        words = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    return words
+    return ptr.to(tl.pointer_type(tl.int64 if KIND == F32 else tl.int32), bitcast=True)
 
 
 @triton.jit
