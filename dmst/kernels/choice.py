@@ -24,7 +24,6 @@ import functools
 import importlib
 import importlib.util
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,7 +35,6 @@ from torch.utils.checkpoint import checkpoint
 from dmst import tracing
 from dmst.errors import OptionError, choose
 from dmst.kernels import closed_form, mixture, mixture_closed_form, plan, reference, silent
-from dmst.kernels.attempt import attempt, remembered
 from dmst.kernels.form import Form, Weights
 
 CHOICES = ("auto", "reference", "fused")
@@ -50,7 +48,6 @@ AUTO = {torch.bfloat16: True, torch.float16: True, torch.float32: True}
 TIMED = {torch.bfloat16}
 
 _chosen = "auto"
-_broken = remembered()  # kinds of GMSA layers whose kernel failed
 
 
 class use_kernels:
@@ -143,17 +140,9 @@ def _card_problem(index: int, is_available: Callable[[], bool], capability: Call
     return ""
 
 
-def shared_memory(device: str, index: int) -> int:
-    """Bytes of it that one program may take; the interpreter knows no limit."""
-    if device != "cuda":
-        return sys.maxsize
-    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin  # type: ignore[attr-defined]
-
-
-# A traced graph is for one machine: these are asked when it is traced and are no part of it. The attribute is all that
+# A traced graph is for one machine: this is asked when it is traced and is no part of it. The attribute is all that
 # torch.compiler.assume_constant_result sets; the function itself would import the whole compiler with this file.
 machine_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
-shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def verdict(device: torch.device, dtype: torch.dtype, form: Form, dim: int, choice: str | None = None) -> Verdict:
@@ -256,23 +245,10 @@ def mixture_problem(z: Tensor, form: mixture.MixtureForm, dtype: torch.dtype) ->
         return problem
     from dmst.kernels.fused.mixture import serves
 
-    return serves(z.shape[-2], z.shape[-1], form, shared_memory(z.device.type, z.device.index or 0))
+    return serves(z.shape[-1], form)
 
 
-def _fused_mixture(
-    z: Tensor, weights: mixture.MixtureWeights, form: mixture.MixtureForm, *, grid: mixture.Grid = None, dtype: torch.dtype
-) -> Tensor:
-    """The kernel; where its forward pass fails, plain torch from then on, and a warning."""
+def _fused_mixture(*args: Any, **kwargs: Any) -> Tensor:
     from dmst.kernels.fused.mixture import attend
 
-    if tracing.traced():
-        return attend(z, weights, form, grid=grid, dtype=dtype)
-    kind = (form, z.shape[1:], dtype)
-    kernel, plain = (functools.partial(x, grid=grid, dtype=dtype) for x in (attend, mixture_closed_form.attend))
-    if kind in _broken:
-        return plain(z, weights, form)
-
-    def says(why: str) -> str:
-        return f"The fused kernel of GMSA does not work here for {z.shape[1]} tokens ({why}). Using plain torch instead."
-
-    return attempt(z, kernel, plain, (z, weights, form), _broken, kind, says)
+    return attend(*args, **kwargs)

@@ -147,12 +147,12 @@ def pull_back(
     dz = None
     if dturned is not None:
         dprojected = matmul(dflat, weights.subspace.to(dtype), reshaped(dupdate, z.shape))
-        dz = add(_turn_back(dturned, form, grid), dprojected).to(z.dtype)
+        dz = add(turn_back(dturned, form, grid), dprojected).to(z.dtype)
     pairs = zip(MixtureWeights._fields, weights, strict=True)
     return dz, tuple(None if x is None or name not in grads else grads[name].to(x.dtype).reshape(x.shape) for name, x in pairs)
 
 
-def _turn_back(dturned: Tensor, form: MixtureForm, grid: Grid) -> Tensor:
+def turn_back(dturned: Tensor, form: MixtureForm, grid: Grid) -> Tensor:
     """rot_n^T of gradients: a turn by minus the angle."""
     positions = rotary.table(
         form.rotary, dturned.shape[-1], dturned.shape[-2], grid, device=dturned.device, dtype=wide(dturned[:0]).dtype

@@ -19,6 +19,7 @@ PIECE = 4096  # tokens: sixteen products of so many took the library 35 us, four
 BY_HAND = 16384  # rows from which our own product serves
 NORM_PROGRAMS = 4224  # rows of partial sums for the gradients of a norm's weights
 MOST_HEADS = 64
+MOST_GROUPS = 64
 WIDEST = 128  # channels of one head
 WIDEST_NORM = 1024  # channels of a token that registers hold
 # What can be switched off, to see what it is worth
@@ -147,3 +148,20 @@ def step(d: int, dtype: torch.dtype) -> bool:
 def by_hand(rows: int) -> bool:
     """Whether our own product is the faster one."""
     return rows >= BY_HAND
+
+
+class Split(NamedTuple):
+    """A pass over the tokens of each image and head, for GMSA."""
+
+    tokens: int  # a step of its loop
+    splits: int  # programs along the tokens
+    span: int  # tokens of one of them
+    warps: int
+
+
+def groups(rows: int, n: int, p: int, backward: bool = False) -> Split:
+    """`rows`: images times heads. On the way back a tile has six tensors in registers: of 64 tokens and channels they spill."""
+    tokens = 32 if backward and p > 32 else 64
+    splits = 1 if rows >= PROGRAMS // 2 else max(1, min(over(PROGRAMS, rows), over(n, 4 * tokens)))
+    span = over(over(n, splits), tokens) * tokens
+    return Split(tokens, over(n, span), span, warps=4)

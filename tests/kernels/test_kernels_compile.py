@@ -47,7 +47,7 @@ PULL = dict(K=8, P=48, HEADS=1, WIDTH=64, TILES=13, FULL=10, WARPS=4, MODE=0, GA
 NORM_BACK = dict(TOKENS=1, CHANNELS=128)
 NORM = dict(D=384, K=8, TOKENS=4, CHANNELS=128, Z=3, ASSIGN=3, ROTARY=True, LEVEL=True, SCORES=True,
             BIAS=False, SIGMOID=True, SUMS=True)
-MIXTURE = dict(K=8, P=24, R=16, SHARPNESS=0.25, CHANNELS=32, KEYS=16)
+MIXTURE = dict(K=8, P=48, R=16, SHARPNESS=0.25, CHANNELS=64, KEYS=16, TOKENS=64)
 CASES = {
     "gluon": [(hopper.hopper_kernel, c) for c in (
         PRODUCT, dict(PRODUCT, MOMENTS=True), dict(PRODUCT, BY_SAMPLE=True),
@@ -88,9 +88,13 @@ CASES = {
     + [(norm.norm_adjoint_kernel, dict(NORM_BACK, D=d, K=k, ASSIGN=a, ROTARY=r, SCORES=a != 9, GATED=r, WEIGHTS=w))
        for d, k, a, r, w in (
            (384, 8, 3, True, True), (100, 3, 0, False, False), (640, 12, 1, True, True), (384, 8, 9, False, True))],
-    "mixture": [(kernel, dict(MIXTURE, TOKENS=t, MODE=m, UNIT=m == 1, EXACT=e, GROUPS=g, G=g))
-                for kernel in (mixture.forward_kernel, mixture.backward_kernel)
-                for t, m, e, g in ((64, 0, False, 64), (256, 2, False, 16), (64, 1, True, 16))],
+    "mixture": [(kernel, dict(MIXTURE, MODE=m, EXACT=e, GROUPS=g, G=g, PHASE=phase, **more))
+                for kernel, phase, more in (
+                    (mixture.forward_kernel, 0, {}), (mixture.forward_kernel, 1, {}), (mixture.forward_kernel, 2, {}),
+                    (mixture.forward_kernel, 3, {}), (mixture.backward_kernel, 0, dict(WANTED=True)),
+                    (mixture.backward_kernel, 1, dict(WANTED=False)), (mixture.backward_kernel, 2, dict(WANTED=True)))
+                for m, e, g in ((0, False, 16), (2, False, 64), (1, True, 16))]
+    + [(mixture.spread_kernel, dict(K=8, R=16, G=16, TOKENS=64, KEYS=16))],
     "rest": [(moments.update_kernel, UPDATE), (moments.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
              (moments.update_kernel, dict(UPDATE, WEIGHTED=True)), (long.unfold_kernel, UNFOLD),
              (long.unfold_kernel, dict(UNFOLD, GATED=False, MODE=1, SAMPLES=1)),

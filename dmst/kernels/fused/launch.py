@@ -62,9 +62,16 @@ def flops(name: str, count: Callable[..., int]) -> None:
     register_flop_formula(getattr(torch.ops.dmst, name))(lambda *shapes, **_: count(*shapes))
 
 
-def no_second(ctx: Any, *_: Any) -> tuple:
-    """In place of the derivative of a backward pass."""
-    raise DmstError(
-        "The fused kernels have no second derivative: take the forward pass that it is asked of inside "
-        'dmst.use_kernels("reference"), which has every order.'
-    )
+class Once(torch.autograd.Function):
+    """Hands on gradients that have none themselves, and says so: apply(how many, gradients, what they were computed from)."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Any) -> tuple:
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple:
+        raise DmstError(
+            "The fused kernels have no second derivative: take the forward pass that it is asked of inside "
+            'dmst.use_kernels("reference"), which has every order.'
+        )

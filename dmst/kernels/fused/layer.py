@@ -25,7 +25,7 @@ from dmst.kernels.attempt import attempt, remembered
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import MEMBERSHIP, Form, Weights
 from dmst.kernels.fused import adjoint, energy, gate, hopper, long, moments, norm, score, score_adjoint
-from dmst.kernels.fused.launch import no_second
+from dmst.kernels.fused.launch import Once
 
 F32 = torch.float32
 
@@ -119,18 +119,8 @@ class _Layer(torch.autograd.Function):
         with torch.no_grad(), without_autocast(dout):
             grads = _backward(dout, z, _call(tensors, *ctx.rest), kept, wanted[0], wanted[1 : 1 + A], wanted[1 + A : 1 + A + W])
         if torch.is_grad_enabled():
-            grads = _Once.apply(len(grads), *grads, dout, z, *tensors)
+            grads = Once.apply(len(grads), *grads, dout, z, *tensors)
         return *grads, *(None,) * (T + len(ctx.rest))
-
-
-class _Once(torch.autograd.Function):
-    """Hands on gradients that have none themselves, and says so."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Any) -> tuple:
-        return tensors[:count]
-
-    backward = staticmethod(no_second)
 
 
 # --- forward ---------------------------------------------------------------------------------------------------------

@@ -1,68 +1,93 @@
-"""GMSA between its projections: one program per image and head, forward and backward, all tokens of the head in registers.
+"""GMSA between its projections, forward and backward, with memberships made again wherever they are needed.
 
-    forward     projected (b, n, k p), keys (b, n, k r), w = g^2 and t (b, k)   ->  update (b, n, k p)
-    backward    the same and dupdate                                            ->  their gradients
+    group_update     projected (b, n, k p), keys (b, n, k r), w = g^2 and t (b, k)   ->  update (b, n, k p)
+    group_adjoint    the same and dupdate                                            ->  their gradients
 
 t multiplies the pull: g (listing), g^2 (equation), theta g^2 (proximal). The formulas are those of `kernels/mixture.py` and
-`kernels/mixture_closed_form.py`; the backward pass computes memberships and statistics again, so nothing else is kept. Sums
-over tokens are products of matrices, in float32 for float32 tokens and in TF32 for 16 bits. No atomics: repeats are bit-equal.
-For up to 256 tokens, heads of up to 32 channels, and as many groups as shared memory has room for (`serves`).
+`kernels/mixture_closed_form.py`. Sweeps over the tokens of one image and head, a tile at a time:
+
+    centres      sums of the keys by cell                  statistics    mass, sums of pi s and of pi s^2
+    update       from centres and statistics               sums          of pi dbeta and pi dalpha
+    pull         ds, dq and the gradient of the centres    spread        dkeys = dq + what the centre of its cell asks
+
+With enough images and heads a program takes all sweeps of one. Otherwise tokens are split over programs, a launch a sweep; each
+leaves one row of partial sums. Sums over tokens are products of matrices, in float32 for float32 tokens, in TF32 for 16 bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
 from torch.nn import functional as F
 
-from dmst.kernels import mixture
+from dmst import tracing
+from dmst.kernels import mixture, mixture_closed_form, plan
 from dmst.kernels.arithmetic import cast, wide
-from dmst.kernels.choice import interpreted
+from dmst.kernels.attempt import attempt, remembered
+from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import GATE
-from dmst.kernels.fused.launch import no_second
+from dmst.kernels.fused.launch import Once, launch, op
 from dmst.kernels.mixture import Grid, MixtureForm, MixtureWeights
+from dmst.kernels.plan import over
 
-MOST_TOKENS, WIDEST = 256, 32
-MOST_PAIRS = 4096  # of tokens and groups, both padded: what shared memory holds
-LARGE = 150 << 10  # bytes of shared memory that the backward pass of more than 128 tokens takes
+W = len(MixtureWeights._fields)
 PROXIMAL: tl.constexpr = tl.constexpr(2)
 NO_OWN: tl.constexpr = tl.constexpr(1)
+ALL: tl.constexpr = tl.constexpr(0)
+CENTRES: tl.constexpr = tl.constexpr(1)
+STATISTICS: tl.constexpr = tl.constexpr(2)
+UPDATE: tl.constexpr = tl.constexpr(3)
+SUMS: tl.constexpr = tl.constexpr(1)
+PULL: tl.constexpr = tl.constexpr(2)
 
 
-def serves(n: int, dim: int, form: MixtureForm, shared_memory: int) -> str:
-    """Why it cannot compute this layer, on a card with this much shared memory; nothing where it can."""
-    most_tokens = MOST_TOKENS if shared_memory >= LARGE else MOST_TOKENS // 2
-    sizes = {"tokens": (n, most_tokens), "channels a head": (dim // form.num_heads, WIDEST)}
-    pairs = _padded(n) * _padded(form.groups)
-    sizes |= {"key_dim": (form.key_dim, WIDEST), "tokens times groups": (pairs, MOST_PAIRS), "rounds": (form.rounds, 1)}
+def serves(dim: int, form: MixtureForm) -> str:
+    """Why it cannot compute this layer; nothing where it can."""
+    sizes = {"channels a head": (dim // form.num_heads, plan.WIDEST), "groups": (form.groups, plan.MOST_GROUPS)}
+    sizes |= {"key_dim": (form.key_dim, plan.WIDEST), "rounds": (form.rounds, 1)}
     over = [f"up to {most} {name}, not {size}" for name, (size, most) in sizes.items() if size > most]
+    over += ["keys that are not normalised"] if form.normalize_keys else []
     return f"the fused GMSA takes {', '.join(over)}" if over else ""
 
 
-def _padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+# --- tiles -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _load(ptr, token, channel, n, K: tl.constexpr, WIDTH: tl.constexpr):
-    """The rows of one image and head from a tensor (b, n, k width), zeros around them."""
-    here = (token[:, None] < n) & (channel[None, :] < WIDTH)
-    program = tl.program_id(0)
-    place = ((program // K).to(tl.int64) * n + token[:, None]) * (K * WIDTH) + (program % K) * WIDTH + channel[None, :]
-    return tl.load(ptr + place, mask=here, other=0.0).to(tl.float32)
+def _at(token, channel, n, K: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the rows of this program's image and head are in a tensor (b, n, k width)."""
+    sample, head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
+    return (sample * n + token[:, None]) * (K * WIDTH) + head * WIDTH + channel[None, :]
 
 
 @triton.jit
-def _store(ptr, value, token, channel, n, K: tl.constexpr, WIDTH: tl.constexpr):
-    here = (token[:, None] < n) & (channel[None, :] < WIDTH)
-    program = tl.program_id(0)
-    place = ((program // K).to(tl.int64) * n + token[:, None]) * (K * WIDTH) + (program % K) * WIDTH + channel[None, :]
-    tl.store(ptr + place, value, mask=here)
+def _load(ptr, token, stop, channel, n, K: tl.constexpr, WIDTH: tl.constexpr):
+    here = (token[:, None] < stop) & (channel[None, :] < WIDTH)
+    return tl.load(ptr + _at(token, channel, n, K, WIDTH), mask=here, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, value, token, stop, channel, n, K: tl.constexpr, WIDTH: tl.constexpr):
+    here = (token[:, None] < stop) & (channel[None, :] < WIDTH)
+    tl.store(ptr + _at(token, channel, n, K, WIDTH), value.to(ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _row(ptr, row, group, channel, G: tl.constexpr, WIDTH: tl.constexpr):
+    """A row of statistics (rows, g, width), zeros around it."""
+    here = (group[:, None] < G) & (channel[None, :] < WIDTH)
+    return tl.load(ptr + (row * G + group[:, None]) * WIDTH + channel[None, :], mask=here, other=0.0)
+
+
+@triton.jit
+def _leave(ptr, value, row, group, channel, G: tl.constexpr, WIDTH: tl.constexpr):
+    here = (group[:, None] < G) & (channel[None, :] < WIDTH)
+    tl.store(ptr + (row * G + group[:, None]) * WIDTH + channel[None, :], value, mask=here)
 
 
 @triton.jit
@@ -71,199 +96,492 @@ def _dot(x, y, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _unit(keys, UNIT: tl.constexpr):
-    """Keys of length 1 and 1/length; themselves and 1 where they are not normalised."""
-    if UNIT:
-        scale = 1.0 / tl.maximum(tl.sqrt(tl.sum(keys * keys, 1)), 1e-12)
-        return keys * scale[:, None], scale
-    return keys, tl.full((keys.shape[0],), 1.0, tl.float32)
-
-
-@triton.jit
-def _unit_pullback(grad, unit, scale, UNIT: tl.constexpr):
-    if UNIT:
-        return (grad - tl.sum(grad * unit, 1)[:, None] * unit) * scale[:, None]
-    return grad
-
-
-@triton.jit
-def _cells(token, group, n, rows, columns, down, across):
-    """(n, g): 1 where a token is in a cell, and 1/size of the cells."""
+def _cell(token, n, rows, columns, down, across):
+    """The cell of each token; -1 before the patches."""
     patch = token - (n - rows * columns)
     cell = (patch // columns * down // rows) * across + (patch % columns) * across // columns
-    inside = (cell[:, None] == group[None, :]) & (patch[:, None] >= 0) & (token[:, None] < n)
-    one = tl.where(inside, 1.0, 0.0)
-    return one, 1.0 / tl.maximum(tl.sum(one, 0), 1.0)
+    return tl.where(patch >= 0, cell, -1)
 
 
 @triton.jit
-def _statistics(
-    s, keys, token, group, n, rows, columns, down, across, w,
-    SHARPNESS: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """q, its 1/length, cells, 1/size, centres, their unit and 1/length, pi, 1/mass, mean, spread, attenuation."""
-    q, length = _unit(keys, UNIT)
-    cells, size = _cells(token, group, n, rows, columns, down, across)
-    centre, centre_length = _unit(_dot(tl.trans(cells), q, EXACT) * size[:, None], UNIT)
+def _per_size(group, rows, columns, down, across):
+    """1 / how many patches a cell has."""
+    row, column = group // across, group % across
+    high = ((row + 1) * rows + down - 1) // down - (row * rows + down - 1) // down
+    wide = ((column + 1) * columns + across - 1) // across - (column * columns + across - 1) // across
+    return 1.0 / tl.maximum(high * wide, 1)
+
+
+@triton.jit
+def _memberships(q, centre, token, stop, group, SHARPNESS: tl.constexpr, G: tl.constexpr, EXACT: tl.constexpr):
     logits = SHARPNESS * _dot(q, tl.trans(centre), EXACT)
     logits = tl.where(group[None, :] < G, logits, -float("inf"))
     pi = tl.exp(logits - tl.max(logits, 1)[:, None])
     pi = pi / tl.sum(pi, 1)[:, None]
-    pi = tl.where(token[:, None] < n, pi, 0.0)
-    mass = tl.sum(pi, 0)
+    return tl.where(token[:, None] < stop, pi, 0.0)
+
+
+# --- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _centres(
+    keys_ptr, start, stop, n, rows, columns, down, across, key, group,
+    K: tl.constexpr, R: tl.constexpr, EXACT: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    total = tl.zeros((group.shape[0], key.shape[0]), tl.float32)
+    for first in tl.range(start, stop, TOKENS, num_stages=1):
+        token = first + tl.arange(0, TOKENS)
+        q = _load(keys_ptr, token, stop, key, n, K, R)
+        inside = _cell(token, n, rows, columns, down, across)[:, None] == group[None, :]
+        total += _dot(tl.trans(tl.where(inside & (token[:, None] < stop), 1.0, 0.0)), q, EXACT)
+    return total
+
+
+@triton.jit
+def _statistics(
+    projected_ptr, keys_ptr, centre, start, stop, n, channel, key, group, SHARPNESS: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, EXACT: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    mass = tl.zeros((group.shape[0],), tl.float32)
+    one = tl.zeros((group.shape[0], channel.shape[0]), tl.float32)
+    two = tl.zeros((group.shape[0], channel.shape[0]), tl.float32)
+    for first in tl.range(start, stop, TOKENS, num_stages=1):
+        token = first + tl.arange(0, TOKENS)
+        s = _load(projected_ptr, token, stop, channel, n, K, P)
+        q = _load(keys_ptr, token, stop, key, n, K, R)
+        pi = _memberships(q, centre, token, stop, group, SHARPNESS, G, EXACT)
+        mass += tl.sum(pi, 0)
+        one += _dot(tl.trans(pi), s, EXACT)
+        two += _dot(tl.trans(pi), s * s, EXACT)
+    return mass, one, two
+
+
+@triton.jit
+def _means(mass, one, two, w):
+    """1/mass, mean, spread and attenuation. An empty group divides nothing by 1; NaN stays."""
     per_mass = 1.0 / tl.where(mass < 1.1754943508222875e-38, 1.0, mass)
-    share = tl.trans(pi * per_mass[None, :])
-    mean = _dot(share, s, EXACT)
-    spread = tl.maximum(_dot(share, s * s, EXACT) - mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return q, length, cells, size, centre, centre_length, pi, per_mass, mean, spread, 1.0 / (1.0 + w * spread)
+    mean = one * per_mass[:, None]
+    spread = tl.maximum(two * per_mass[:, None] - mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return per_mass, mean, spread, 1.0 / (1.0 + w * spread)
 
 
 @triton.jit
 def forward_kernel(
-    projected_ptr, keys_ptr, w_ptr, t_ptr, update_ptr, n, rows, columns, down, across, SHARPNESS: tl.constexpr,
-    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr,
-    EXACT: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr,
+    projected_ptr, keys_ptr, w_ptr, t_ptr, update_ptr, centre_ptr, mass_ptr, one_ptr, two_ptr,
+    n, span, splits, rows, columns, down, across, SHARPNESS: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, EXACT: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    token, channel, group = tl.arange(0, TOKENS), tl.arange(0, CHANNELS), tl.arange(0, GROUPS)
-    key = tl.arange(0, KEYS)
-    s = _load(projected_ptr, token, channel, n, K, P)
-    keys = _load(keys_ptr, token, key, n, K, R)
-    w, t = tl.load(w_ptr + tl.program_id(0)), tl.load(t_ptr + tl.program_id(0))
-    _, _, _, _, _, _, pi, _, mean, _, a = _statistics(
-        s, keys, token, group, n, rows, columns, down, across, w, SHARPNESS, G, UNIT, EXACT
-    )
-    update = _dot(pi, a * mean, EXACT)
-    if MODE != NO_OWN:
+    """Rows of centres (sums), mass, one and two: an image and head has one when it is read, and when written one a split."""
+    channel, key, group = tl.arange(0, CHANNELS), tl.arange(0, KEYS), tl.arange(0, GROUPS)
+    image = tl.program_id(0).to(tl.int64)
+    part = image * splits + tl.program_id(1)
+    start, stop = tl.program_id(1) * span, tl.minimum((tl.program_id(1) + 1) * span, n)
+    if PHASE <= CENTRES:  # or all of them
+        centre = _centres(keys_ptr, start, stop, n, rows, columns, down, across, key, group, K, R, EXACT, TOKENS)
+    else:
+        centre = _row(centre_ptr, image, group, key, G, R)
+    if PHASE == CENTRES:
+        _leave(centre_ptr, centre, part, group, key, G, R)
+    else:
+        centre = centre * _per_size(group, rows, columns, down, across)[:, None]
+        if PHASE == UPDATE:
+            mass = tl.load(mass_ptr + image * G + group, mask=group < G, other=0.0)
+            one, two = _row(one_ptr, image, group, channel, G, P), _row(two_ptr, image, group, channel, G, P)
+        else:
+            mass, one, two = _statistics(
+                projected_ptr, keys_ptr, centre, start, stop, n, channel, key, group, SHARPNESS, K, P, R, G, EXACT, TOKENS
+            )
+        if PHASE == STATISTICS:
+            tl.store(mass_ptr + part * G + group, mass, mask=group < G)
+            _leave(one_ptr, one, part, group, channel, G, P)
+            _leave(two_ptr, two, part, group, channel, G, P)
+        else:
+            t = tl.load(t_ptr + image)
+            _, mean, _, a = _means(mass, one, two, tl.load(w_ptr + image))
+            for first in tl.range(start, stop, TOKENS, num_stages=1):
+                token = first + tl.arange(0, TOKENS)
+                s = _load(projected_ptr, token, stop, channel, n, K, P)
+                q = _load(keys_ptr, token, stop, key, n, K, R)
+                pi = _memberships(q, centre, token, stop, group, SHARPNESS, G, EXACT)
+                update = _dot(pi, a * mean, EXACT)
+                if MODE != NO_OWN:
+                    alpha = _dot(pi, a, EXACT)
+                    update = update - alpha * s
+                    if MODE == PROXIMAL:
+                        update = update / (1.0 + t * alpha)
+                _store(update_ptr, t * update, token, stop, channel, n, K, P)
+
+
+@triton.jit
+def _slopes(pi, a, mean, s, dupdate, t, MODE: tl.constexpr, EXACT: tl.constexpr):
+    """dbeta, -dalpha, alpha, the update over t, and this tile's share of dt; zeros where there is no own term."""
+    beta = _dot(pi, a * mean, EXACT)
+    if MODE == NO_OWN:
+        alpha, moved, pull, slope = tl.zeros_like(s), tl.zeros_like(s), beta, dupdate
+    else:
         alpha = _dot(pi, a, EXACT)
-        update = update - alpha * s
+        pull, slope, moved = beta - alpha * s, dupdate, s
         if MODE == PROXIMAL:
-            update = update / (1.0 + t * alpha)
-    _store(update_ptr, t * update, token, channel, n, K, P)
+            pull, slope = pull / (1.0 + t * alpha), dupdate / (1.0 + t * alpha)
+            moved = s + t * pull
+    dt = tl.sum(slope * (beta - alpha * moved))
+    return t * slope, t * slope * moved, alpha, pull, dt
 
 
 @triton.jit
 def backward_kernel(
-    projected_ptr, keys_ptr, w_ptr, t_ptr, dupdate_ptr, dprojected_ptr, dkeys_ptr, dw_ptr, dt_ptr,
-    n, rows, columns, down, across, SHARPNESS: tl.constexpr,
-    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr,
-    EXACT: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr,
+    projected_ptr, keys_ptr, w_ptr, t_ptr, dupdate_ptr, centre_ptr, mass_ptr, one_ptr, two_ptr, beta_ptr, alpha_ptr,
+    dprojected_ptr, dkeys_ptr, update_ptr, dcentre_ptr, dw_ptr, dt_ptr,
+    n, span, splits, rows, columns, down, across, SHARPNESS: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, EXACT: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, PHASE: tl.constexpr,
+    WANTED: tl.constexpr,
 ):  # fmt: skip
-    token, channel, group = tl.arange(0, TOKENS), tl.arange(0, CHANNELS), tl.arange(0, GROUPS)
-    key = tl.arange(0, KEYS)
-    s = _load(projected_ptr, token, channel, n, K, P)
-    keys = _load(keys_ptr, token, key, n, K, R)
-    dupdate = _load(dupdate_ptr, token, channel, n, K, P)
-    w, t = tl.load(w_ptr + tl.program_id(0)), tl.load(t_ptr + tl.program_id(0))
-    q, length, cells, size, centre, centre_length, pi, per_mass, mean, spread, a = _statistics(
-        s, keys, token, group, n, rows, columns, down, across, w, SHARPNESS, G, UNIT, EXACT
-    )
-    beta = _dot(pi, a * mean, EXACT)
-    pi_turned = tl.trans(pi)
-    if MODE == NO_OWN:
-        dt = tl.sum(dupdate * beta)
-        dbeta = t * dupdate
-        sum_beta = _dot(pi_turned, dbeta, EXACT)
-        bent = a * a * mean * sum_beta
-        ds = tl.zeros_like(s)
-        dpi = _dot(dbeta, tl.trans(a * mean), EXACT)
+    """beta and alpha are sum_n pi dbeta and sum_n -pi dalpha; dkeys is still without what the centres ask."""
+    channel, key, group = tl.arange(0, CHANNELS), tl.arange(0, KEYS), tl.arange(0, GROUPS)
+    image = tl.program_id(0).to(tl.int64)
+    part = image * splits + tl.program_id(1)
+    start, stop = tl.program_id(1) * span, tl.minimum((tl.program_id(1) + 1) * span, n)
+    if PHASE == ALL:
+        centre = _centres(keys_ptr, start, stop, n, rows, columns, down, across, key, group, K, R, EXACT, TOKENS)
     else:
-        alpha = _dot(pi, a, EXACT)
-        if MODE == PROXIMAL:
-            slope = dupdate / (1.0 + t * alpha)
-            moved = s + t * (beta - alpha * s) / (1.0 + t * alpha)
-        else:
-            slope = dupdate
-            moved = s
-        dt = tl.sum(slope * (beta - alpha * moved))
-        dbeta = t * slope
-        dalpha = -dbeta * moved
-        sum_beta = _dot(pi_turned, dbeta, EXACT)
-        bent = a * a * (_dot(pi_turned, dalpha, EXACT) + mean * sum_beta)
-        ds = -dbeta * alpha
-        dpi = _dot(dalpha, tl.trans(a), EXACT) + _dot(dbeta, tl.trans(a * mean), EXACT)
-    tl.store(dt_ptr + tl.program_id(0), dt)
-    tl.store(dw_ptr + tl.program_id(0), -tl.sum(spread * bent))
-    e = -w * bent * per_mass[:, None]
-    dmean = a * sum_beta * per_mass[:, None]
-    f = dmean - 2.0 * e * mean
-    constant = tl.sum(e * (mean * mean - spread) - mean * dmean, 1)
-    ds += 2.0 * s * _dot(pi, e, EXACT) + _dot(pi, f, EXACT)
-    _store(dprojected_ptr, ds, token, channel, n, K, P)
-    dpi += _dot(s * s, tl.trans(e), EXACT) + _dot(s, tl.trans(f), EXACT) + constant[None, :]
-    dlogits = SHARPNESS * pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
-    dcentre = _unit_pullback(_dot(tl.trans(dlogits), q, EXACT), centre, centre_length, UNIT) * size[:, None]
-    dq = _dot(dlogits, centre, EXACT) + _dot(cells, dcentre, EXACT)
-    _store(dkeys_ptr, _unit_pullback(dq, q, length, UNIT), token, key, n, K, R)
+        centre = _row(centre_ptr, image, group, key, G, R)
+    centre = centre * _per_size(group, rows, columns, down, across)[:, None]
+    if PHASE == ALL:
+        mass, one, two = _statistics(
+            projected_ptr, keys_ptr, centre, start, stop, n, channel, key, group, SHARPNESS, K, P, R, G, EXACT, TOKENS
+        )
+    else:
+        mass = tl.load(mass_ptr + image * G + group, mask=group < G, other=0.0)
+        one, two = _row(one_ptr, image, group, channel, G, P), _row(two_ptr, image, group, channel, G, P)
+    w, t = tl.load(w_ptr + image), tl.load(t_ptr + image)
+    per_mass, mean, spread, a = _means(mass, one, two, w)
+
+    if PHASE == PULL:
+        sum_beta, sum_alpha = _row(beta_ptr, image, group, channel, G, P), _row(alpha_ptr, image, group, channel, G, P)
+    else:
+        sum_beta = tl.zeros((GROUPS, CHANNELS), tl.float32)
+        sum_alpha = tl.zeros((GROUPS, CHANNELS), tl.float32)
+        dt = 0.0
+        for first in tl.range(start, stop, TOKENS, num_stages=1):
+            token = first + tl.arange(0, TOKENS)
+            s = _load(projected_ptr, token, stop, channel, n, K, P)
+            dupdate = _load(dupdate_ptr, token, stop, channel, n, K, P)
+            q = _load(keys_ptr, token, stop, key, n, K, R)
+            pi = _memberships(q, centre, token, stop, group, SHARPNESS, G, EXACT)
+            dbeta, minus, _, _, share = _slopes(pi, a, mean, s, dupdate, t, MODE, EXACT)
+            dt += share
+            sum_beta += _dot(tl.trans(pi), dbeta, EXACT)
+            if MODE != NO_OWN:
+                sum_alpha += _dot(tl.trans(pi), minus, EXACT)
+        tl.store(dt_ptr + part, dt)
+        if PHASE == SUMS:
+            _leave(beta_ptr, sum_beta, part, group, channel, G, P)
+            _leave(alpha_ptr, sum_alpha, part, group, channel, G, P)
+
+    if PHASE != SUMS:
+        bent = a * a * (mean * sum_beta - sum_alpha)
+        if tl.program_id(1) == 0:
+            tl.store(dw_ptr + image, -tl.sum(spread * bent))
+        e = -w * bent * per_mass[:, None]
+        dmean = a * sum_beta * per_mass[:, None]
+        f = dmean - 2.0 * e * mean
+        constant = tl.sum(e * (mean * mean - spread) - mean * dmean, 1)
+        dcentre = tl.zeros((GROUPS, KEYS), tl.float32)
+        for first in tl.range(start, stop, TOKENS, num_stages=1):
+            token = first + tl.arange(0, TOKENS)
+            s = _load(projected_ptr, token, stop, channel, n, K, P)
+            dupdate = _load(dupdate_ptr, token, stop, channel, n, K, P)
+            q = _load(keys_ptr, token, stop, key, n, K, R)
+            pi = _memberships(q, centre, token, stop, group, SHARPNESS, G, EXACT)
+            dbeta, minus, alpha, pull, _ = _slopes(pi, a, mean, s, dupdate, t, MODE, EXACT)
+            if WANTED:
+                _store(update_ptr, t * pull, token, stop, channel, n, K, P)
+            ds = 2.0 * s * _dot(pi, e, EXACT) + _dot(pi, f, EXACT)
+            dpi = _dot(dbeta, tl.trans(a * mean), EXACT) + constant[None, :]
+            dpi += _dot(s * s, tl.trans(e), EXACT) + _dot(s, tl.trans(f), EXACT)
+            if MODE != NO_OWN:
+                ds -= dbeta * alpha
+                dpi -= _dot(minus, tl.trans(a), EXACT)
+            _store(dprojected_ptr, ds, token, stop, channel, n, K, P)
+            dlogits = SHARPNESS * pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
+            dcentre += _dot(tl.trans(dlogits), q, EXACT)
+            _store(dkeys_ptr, _dot(dlogits, centre, EXACT), token, stop, key, n, K, R)
+        _leave(dcentre_ptr, dcentre, part, group, key, G, R)
 
 
-# --- as an operator --------------------------------------------------------------------------------------------------
+@triton.jit
+def spread_kernel(
+    dkeys_ptr, dcentre_ptr, n, rows, columns, down, across,
+    K: tl.constexpr, R: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dkeys += the gradient of the centre of its cell, over how many patches that has."""
+    image, key = tl.program_id(0).to(tl.int64), tl.arange(0, KEYS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    cell = _cell(token, n, rows, columns, down, across)
+    inside = (cell[:, None] >= 0) & (token[:, None] < n) & (key[None, :] < R)
+    asked = tl.load(dcentre_ptr + (image * G + cell[:, None]) * R + key[None, :], mask=inside, other=0.0)
+    asked = asked * _per_size(cell, rows, columns, down, across)[:, None]
+    _store(dkeys_ptr, _load(dkeys_ptr, token, n, key, n, K, R) + asked, token, n, key, n, K, R)
 
 
-def _launch(kernel: Any, tensors: list[Tensor], heads: int, sizes: list[int], sharpness: float, mode: int, unit: bool) -> None:
-    """`sizes` are groups, rows, columns, cells down and across."""
-    projected, keys = tensors[:2]
-    b, n, p, r = projected.shape[0], projected.shape[1], projected.shape[-1] // heads, keys.shape[-1] // heads
-    groups, *cells = sizes
-    shape = {"TOKENS": n, "CHANNELS": p, "KEYS": r, "GROUPS": groups}
-    padded = {name: _padded(size) for name, size in shape.items()}
-    (kernel if interpreted() else wrap_triton(kernel))[(b * heads,)](
-        *tensors, n, *cells, SHARPNESS=sharpness, K=heads, P=p, R=r, G=groups, MODE=mode, UNIT=unit,
-        EXACT=projected.dtype == torch.float32, **padded, num_warps=8 if padded["TOKENS"] > 128 else 4,
-    )  # fmt: skip
+# --- operators -------------------------------------------------------------------------------------------------------
 
 
-@triton_op("dmst::mixture_forward", mutates_args={})
-def _forward_op(
-    projected: Tensor, keys: Tensor, w: Tensor, t: Tensor, heads: int, sizes: list[int], sharpness: float, mode: int, unit: bool
+def _sizes(projected: Tensor, keys: Tensor, heads: int, cells: list[int], sharpness: float, mode: int) -> dict[str, Any]:
+    p, r, groups = projected.shape[-1] // heads, keys.shape[-1] // heads, cells[0]
+    padded = {name: max(16, plan.power_of_two(size)) for name, size in (("CHANNELS", p), ("KEYS", r), ("GROUPS", groups))}
+    exact = projected.dtype == torch.float32
+    return {"SHARPNESS": sharpness, "K": heads, "P": p, "R": r, "G": groups, "MODE": mode, "EXACT": exact, **padded}
+
+
+def _gathered(
+    projected: Tensor, keys: Tensor, w: Tensor, t: Tensor, cells: list[int], cut: plan.Split, sizes: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """Centres (as sums), mass, sums of pi s and of pi s^2, for samples that are split."""
+    rows, n, (groups, *grid) = projected.shape[0] * sizes["K"], projected.shape[1], cells
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(rows, cut.splits, groups, *shape, device=w.device, dtype=torch.float32)
+
+    def sweep(phase: int, *found: Tensor) -> None:
+        given = (projected, keys, w, t, projected, *found, n, cut.span, cut.splits, *grid)
+        launch(forward_kernel, (rows, cut.splits), *given, **sizes, TOKENS=cut.tokens, PHASE=phase, num_warps=cut.warps)
+
+    centre, mass, one, two = empty(sizes["R"]), empty(), empty(sizes["P"]), empty(sizes["P"])
+    sweep(1, centre, mass, one, two)
+    centre = centre.sum(1)
+    sweep(2, centre, mass, one, two)
+    return centre, mass.sum(1), one.sum(1), two.sum(1)
+
+
+@op()
+def group_update(
+    projected: Tensor, keys: Tensor, w: Tensor, t: Tensor, heads: int, cells: list[int], sharpness: float, mode: int
 ) -> Tensor:
+    """`cells`: groups, rows and columns of the patches, cells down and across."""
+    (b, n, _), grid = projected.shape, cells[1:]
+    sizes = _sizes(projected, keys, heads, cells, sharpness, mode)
+    cut = plan.groups(b * heads, n, sizes["P"])
     update = torch.empty_like(projected)
-    _launch(forward_kernel, [projected, keys, w, t, update], heads, sizes, sharpness, mode, unit)
+    found: tuple[Tensor, ...] = (w,) * 4
+    if cut.splits > 1:
+        found = _gathered(projected, keys, w, t, cells, cut, sizes)
+    launch(
+        forward_kernel, (b * heads, cut.splits), projected, keys, w, t, update, *found, n, cut.span, cut.splits, *grid,
+        **sizes, TOKENS=cut.tokens, PHASE=3 if cut.splits > 1 else 0, num_warps=cut.warps,
+    )  # fmt: skip
     return update
 
 
-@triton_op("dmst::mixture_backward", mutates_args={})
-def _backward_op(
-    projected: Tensor, keys: Tensor, w: Tensor, t: Tensor, dupdate: Tensor,
-    heads: int, sizes: list[int], sharpness: float, mode: int, unit: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    found = [torch.empty_like(x) for x in (projected, keys, w, t)]
-    _launch(backward_kernel, [projected, keys, w, t, dupdate, *found], heads, sizes, sharpness, mode, unit)
-    dprojected, dkeys, dw, dt = found
-    return dprojected, dkeys, dw, dt
+@op()
+def group_adjoint(
+    projected: Tensor, keys: Tensor, w: Tensor, t: Tensor, dupdate: Tensor, heads: int, cells: list[int], sharpness: float,
+    mode: int, wants_update: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of projected, keys, w and t, and the update once more, empty where it is not wanted."""
+    (b, n, _), groups, grid, rows = projected.shape, cells[0], cells[1:], projected.shape[0] * heads
+    sizes = _sizes(projected, keys, heads, cells, sharpness, mode)
+    cut = plan.groups(rows, n, sizes["P"], backward=True)
+    dprojected, dkeys, dw = torch.empty_like(projected), torch.empty_like(keys), torch.empty_like(w)
+    update = torch.empty_like(projected) if wants_update else projected.new_empty(0)
+    dcentre = torch.empty(rows, cut.splits, groups, sizes["R"], device=w.device, dtype=torch.float32)
+    dt = torch.empty(b, heads, cut.splits, device=w.device, dtype=torch.float32)
+
+    def sweep(phase: int, *found: Tensor) -> None:
+        launch(
+            backward_kernel, (rows, cut.splits), projected, keys, w, t, dupdate, *found,
+            dprojected, dkeys, update, dcentre, dw, dt, n, cut.span, cut.splits, *grid,
+            **sizes, TOKENS=cut.tokens, PHASE=phase, WANTED=wants_update, num_warps=cut.warps,
+        )  # fmt: skip
+
+    if cut.splits > 1:
+        found = _gathered(projected, keys, w, t, cells, cut, sizes)
+        beta = torch.empty(rows, cut.splits, groups, sizes["P"], device=w.device, dtype=torch.float32)
+        alpha = torch.empty_like(beta)
+        sweep(1, *found, beta, alpha)
+        sweep(2, *found, beta.sum(1), alpha.sum(1))
+    else:
+        sweep(0, *(w,) * 6)
+    spread = {name: sizes[name] for name in ("K", "R", "G", "KEYS")}
+    tiles = over(n, cut.tokens)
+    launch(spread_kernel, (rows, tiles), dkeys, dcentre.sum(1), n, *grid, **spread, TOKENS=cut.tokens, num_warps=4)
+    return dprojected, dkeys, dw, dt.sum(-1), update
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.rest = inputs[4:]
-
-
-def _pull_back(ctx: Any, dupdate: Tensor) -> tuple[Any, ...]:
-    return *_backward_op(*ctx.saved_tensors, dupdate.contiguous(), *ctx.rest), *(None,) * len(ctx.rest)
-
-
-_forward_op.register_autograd(_pull_back, setup_context=_keep)
-_backward_op.register_autograd(no_second, setup_context=lambda ctx, inputs, output: None)
+# --- the layer -------------------------------------------------------------------------------------------------------
 
 
 def attend(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: Grid = None, dtype: torch.dtype) -> Tensor:
     """The whole layer on z (b, n, d); the large projections run in `dtype`."""
-    down, across, patches = mixture.cells(z.shape[-2], grid, form.groups)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, *weights)):
+        return _Layer.apply(z, *weights, form, grid, dtype)
+    return _attempt(_forward, _plain_forward, (z, weights, form, grid, dtype))[0]
+
+
+def _forward(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The output, and what is kept beside z: s, keys and the pooled scores of the gate."""
     turned = mixture.turn(z, form, grid)
-    projected = F.linear(z.to(dtype), weights.subspace.to(dtype))
     keys = F.linear(turned.to(dtype), weights.key.to(dtype), cast(weights.key_bias, dtype))
-    if weights.gate is None:
+    pooled = None
+    if weights.gate is not None:  # too small for a product of matrices
+        pooled = (mixture.token_mean(turned).unsqueeze(-2) * wide(weights.gate)).sum(-1)
+    projected = F.linear(z.to(dtype), weights.subspace.to(dtype))
+    _, w, t = _strength(z, pooled, weights.theta, form)
+    update = group_update(projected, keys, w, t, *_how(z, form, grid))
+    out = F.linear(update, _weight_out(weights).to(dtype))
+    out = out if weights.out_bias is None else out + weights.out_bias.to(dtype)
+    return out, projected, keys, pooled
+
+
+def _strength(z: Tensor, pooled: Tensor | None, theta: Tensor | None, form: MixtureForm) -> tuple[Tensor, Tensor, Tensor]:
+    """The gate, w and t, (b, k)."""
+    if pooled is None:
         gate = torch.ones(z.shape[0], form.num_heads, dtype=torch.float32, device=z.device)
     else:
-        pooled = (mixture.token_mean(turned).unsqueeze(-2) * wide(weights.gate)).sum(-1)  # too small for a product of matrices
         gate = form.gate_scale * GATE[str(form.gate)].value(pooled, form)
     w = gate.square()
-    t = gate if form.mode == "listing" else w
     if form.mode == "proximal":
-        assert weights.theta is not None
-        t = wide(weights.theta) * w
+        assert theta is not None
+        return gate, w, wide(theta).flatten() * w
+    return gate, w, gate if form.mode == "listing" else w
+
+
+def _how(z: Tensor, form: MixtureForm, grid: Grid) -> tuple[int, list[int], float, int]:
+    down, across, patches = mixture.cells(z.shape[-2], grid, form.groups)
     mode = 2 if form.mode == "proximal" else int(not form.own)
-    sizes = [form.groups, *patches, down, across]
-    update = _forward_op(projected, keys, w, t.contiguous(), form.num_heads, sizes, form.sharpness, mode, form.normalize_keys)
-    weight = weights.subspace.transpose(-2, -1) if weights.out is None else weights.out
-    out = F.linear(update, weight.to(dtype))
-    return out if weights.out_bias is None else out + weights.out_bias.to(dtype)
+    return form.num_heads, [form.groups, *patches, down, across], form.sharpness, mode
+
+
+def _weight_out(weights: MixtureWeights) -> Tensor:
+    return weights.subspace.mT if weights.out is None else weights.out
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, *arguments: Any) -> Tensor:
+        *tensors, form, grid, dtype = arguments
+        weights: Any = tensors
+        out, *kept = _attempt(_forward, _plain_forward, (z, MixtureWeights(*weights), form, grid, dtype))
+        ctx.rest = form, grid, dtype
+        ctx.save_for_backward(z, *tensors, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple:
+        z, *rest = ctx.saved_tensors
+        tensors, kept = rest[:W], rest[W:]
+        wanted = ctx.needs_input_grad[: 1 + W]
+        with torch.no_grad(), without_autocast(dout):
+            given = (z, MixtureWeights(*tensors), *ctx.rest, dout, wanted, *kept)
+            grads = _attempt(_backward, _plain_backward, given)
+        if torch.is_grad_enabled():
+            grads = Once.apply(len(grads), *grads, dout, z, *tensors)
+        return *grads, None, None, None
+
+
+def _backward(
+    z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype, dout: Tensor,
+    asked: Sequence[bool], projected: Tensor, keys: Tensor, pooled: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dz, and the gradient of each weight that is wanted."""
+    wants_z, wanted = asked[0], MixtureWeights(*asked[1:])  # type: ignore[arg-type]
+    grads: dict[str, Tensor] = {}
+    low, tokens_in = dout.to(dtype), z.to(dtype).flatten(0, 1)
+    tokens_out = low.flatten(0, 1)
+    gate, w, t = _strength(z, pooled, weights.theta, form)
+    dupdate = low @ _weight_out(weights).to(dtype)
+    wants_out = bool(wanted.out or (wanted.subspace and weights.out is None))
+    heads, cells, sharpness, mode = _how(z, form, grid)
+    ds, dkeys, dw, dt, update = group_adjoint(projected, keys, w, t, dupdate, heads, cells, sharpness, mode, wants_out)
+    if wants_out:
+        dweight = tokens_out.mT @ update.flatten(0, 1)
+    if wanted.out:
+        grads["out"] = dweight
+    if wanted.out_bias:
+        grads["out_bias"] = tokens_out.sum(0, dtype=torch.float32)
+    if wanted.subspace:
+        grads["subspace"] = ds.flatten(0, 1).mT @ tokens_in
+        if weights.out is None:
+            grads["subspace"] = grads["subspace"] + dweight.mT
+    turned = mixture.turn(z, form, grid)
+    if wanted.key:
+        grads["key"] = dkeys.flatten(0, 1).mT @ turned.to(dtype).flatten(0, 1)
+    if wanted.key_bias:
+        grads["key_bias"] = dkeys.sum((0, 1), dtype=torch.float32)
+
+    # w = g^2; t = g, g^2 or theta g^2
+    dgate = 2 * gate * dw
+    if form.mode == "listing":
+        dgate = dgate + dt
+    elif form.mode == "equation":
+        dgate = dgate + 2 * gate * dt
+    else:
+        assert weights.theta is not None
+        theta = wide(weights.theta).flatten()
+        dgate = dgate + 2 * theta * gate * dt
+        dtheta = (w * dt).sum(0)
+        grads["theta"] = dtheta if theta.numel() > 1 else dtheta.sum()
+    dpooled = None
+    if pooled is not None:
+        activation = GATE[str(form.gate)]
+        dpooled = activation.pullback(form.gate_scale * dgate, pooled, activation.value(pooled, form), form)
+        grads["gate"] = (dpooled.unsqueeze(-1) * mixture.token_mean(turned).unsqueeze(-2)).sum(0)
+    dz = None
+    if wants_z:
+        dturned = wide(dkeys @ weights.key.to(dtype))
+        if dpooled is not None:
+            assert weights.gate is not None
+            share = (dpooled.unsqueeze(-1) * wide(weights.gate)).sum(-2, keepdim=True) / z.shape[-2]
+            dturned = dturned + share
+        back = mixture_closed_form.turn_back(dturned, form, grid)
+        dz = (back + ds @ weights.subspace.to(dtype)).to(z.dtype)
+    given_weights = zip(MixtureWeights._fields, weights, wanted, strict=True)
+    return dz, *(
+        grads[name].to(x.dtype).reshape(x.shape) if ask and x is not None and name in grads else None
+        for name, x, ask in given_weights
+    )
+
+
+# --- plain torch in its place ----------------------------------------------------------------------------------------
+
+_broken = remembered()
+
+
+def _attempt(fused: Callable[..., Any], plain: Callable[..., Any], given: tuple) -> Any:
+    """From the first failure of a kernel on plain torch; while a graph is traced, the kernels."""
+    z, _, form, _, dtype = given[:5]
+    if not z.numel():
+        return plain(*given)
+    if tracing.traced():
+        return fused(*given)
+    kind = (form, z.shape[1:], dtype)
+    if kind in _broken:
+        return plain(*given)
+
+    def says(why: str) -> str:
+        return f"The fused kernel of GMSA does not work here for {z.shape[1]} tokens ({why}). Using plain torch instead."
+
+    return attempt(z, fused, plain, given, _broken, kind, says)
+
+
+def _plain_forward(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype) -> tuple[Any, ...]:
+    return mixture.attend(z, weights, form, grid=grid, dtype=dtype), None, None, None
+
+
+def _plain_backward(
+    z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype, dout: Tensor,
+    asked: Sequence[bool], *_: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """From z alone, by autograd."""
+    with torch.enable_grad():
+        leaves = [None if x is None else x.detach().requires_grad_(ask) for x, ask in zip((z, *weights), asked, strict=True)]
+        tensors: Any = leaves[1:]
+        assert leaves[0] is not None
+        out = mixture_closed_form.attend(leaves[0], MixtureWeights(*tensors), form, grid=grid, dtype=dtype)
+        grads = iter(
+            torch.autograd.grad(out, [x for x in leaves if x is not None and x.requires_grad], dout, allow_unused=True)
+        )
+    return tuple(next(grads) if x is not None and x.requires_grad else None for x in leaves)
