@@ -41,7 +41,6 @@ FAMILIES = ("dmst_tiny", "gmst_tiny", "tost_tiny", "vit_tiny", "crate_tiny", "dm
 OPTIONAL = {
     "dmst.integrations.timm": "timm",
     "dmst.kernels.fused": "triton",
-    "dmst.kernels.registered": "triton",
 }  # rooms that may need an extra
 
 

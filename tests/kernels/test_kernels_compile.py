@@ -151,6 +151,78 @@ for kernel, constants in (case for group in groups for case in CASES[group]):
 """
 
 
+SEEN = """
+import sys
+import torch
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+import dmst
+from dmst.kernels.fused import layer, mixture
+
+class Hopper:  # enough for a kernel to be looked at
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+driver.set_active(Hopper())
+what, operator = sys.argv[1], dmst.operators.create(sys.argv[1].split()[0], 96, 4)
+inside = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+with inside:
+    z, gamma, beta = (torch.empty(*shape, requires_grad=True) for shape in ((2, 197, 96), (96,), (96,)))
+    given = operator.weights()._asdict()
+    weights = {name: torch.empty(x.shape, requires_grad=True) for name, x in given.items() if x is not None}
+
+def run(z, gamma, beta, *tensors):
+    made = type(operator.weights())(**dict(zip(weights, tensors)))
+    if what.endswith("step"):
+        return (layer.residual_step(z, gamma, beta, None, 1e-6, made, operator.form, grid=None, dtype=torch.bfloat16),)
+    return ((mixture if what == "gmsa" else layer).attend(z + gamma + beta, made, operator.form, dtype=torch.bfloat16),)
+
+with inside:
+    graph = aot_export_joint_simple(run, (z, gamma, beta, *weights.values()), trace_joint=True).graph
+for node in graph.nodes:
+    assert "dmst" not in str(node.target), node.target  # an operator that the compiler cannot look into
+    if "triton_kernel_wrapper" in str(node.target):
+        kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+        print(getattr(kernel, "fn", kernel).__name__, *node.kwargs["tensors_to_clone"])
+"""
+WRITES = {
+    "norm_score_kernel": "y_ptr mean_ptr rstd_ptr out_ptr sum_ptr",
+    "score_kernel": "out_ptr sum_ptr",
+    "gate_kernel": "gate_ptr pooled_ptr",
+    "gate_adjoint_kernel": "dpooled_ptr",
+    "into_assign_kernel": "dassign_ptr",
+    "into_tokens_kernel": "dz_ptr",
+    "norm_adjoint_kernel": "dz_ptr part_ptr",
+    "energy_kernel": "out_ptr",
+    "energy_adjoint_kernel": "ds_ptr dbias_ptr",
+    "spread_kernel": "dkeys_ptr",
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("what", "least"),
+    [
+        ("dmsa", "score_kernel into_tokens_kernel"),
+        ("dmsa step", "norm_score_kernel norm_adjoint_kernel"),
+        ("tssa step", "energy_kernel"),
+        ("gmsa", "forward_kernel backward_kernel"),
+    ],
+)
+def test_the_compiler_sees_the_kernels(what: str, least: str, tmp_path: Path) -> None:
+    """Forward and backward are traced down to kernels and plain operators, and it knows what each kernel writes: of anything
+    else that it must take for written it would make a copy first."""
+    seen = dict(line.split(" ", 1) for line in program(SEEN, tmp_path, what))
+    assert set(least.split()) <= seen.keys() and len(seen) >= 3
+    for kernel, written in seen.items():
+        assert set(written.split()) <= set(WRITES.get(kernel, written).split()), kernel
+        assert not {"z_ptr", "s_ptr", "projected_ptr", "keys_ptr", "membership_ptr"} & set(written.split()), kernel
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "groups",
@@ -163,12 +235,17 @@ for kernel, constants in (case for group in groups for case in CASES[group]):
     ],
 )
 def test_it_compiles_for_hopper(groups: str, tmp_path: Path) -> None:
-    script = tmp_path / "compile_kernels.py"  # from a file: Triton reads the source of what it compiles
-    script.write_text(CODE)
+    assert len(program(CODE, tmp_path, groups, "90")) >= 5
+
+
+def program(code: str, place: Path, *arguments: str) -> list[str]:
+    """The lines that it prints. From a file: Triton reads the source of what it compiles."""
+    script = place / "program.py"
+    script.write_text(code)
     root = Path(__file__).resolve().parents[2]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
-    command = [sys.executable, str(script), groups, "90"]
+    environment |= {"TRITON_CACHE_DIR": str(place), "PYTHONPATH": str(root)}
+    command = [sys.executable, str(script), *arguments]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=110)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) >= 5
+    return run.stdout.splitlines()
