@@ -35,7 +35,7 @@ pytestmark = [
 ]
 SMALL = (2, 6, 24, 3)  # b, n, d, k
 KERNELS = "triton_kernel_wrapper" if DEVICE == "cuda" else "dmst"  # in a graph: the compiler sees no interpreted kernels
-FORMS = [LISTING, ("dmsa", {"mode": "proximal", "rotary": "2d"}), TSSA]
+FORMS = [LISTING, ("dmsa", {"mode": "proximal", "rotary": "2d"}), TSSA, ("gmsa", {"groups": 4})]
 
 
 @pytest.fixture(autouse=True)
