@@ -14,7 +14,7 @@ As a function it holds until the next call; in a `with` it holds inside. One cho
     otherwise CPU, sparsemax gate, eager                     silent        heads with gate 0 left out where that is faster
     otherwise                                                reference
 
-GMSA has its own three: `fused/mixture` where its `serves` says so, else `mixture` and `mixture_closed_form`, chosen as
+GMSA has its own three: `fused/mixture_layer` where its `serves` says so, else `mixture` and `mixture_closed_form`, chosen as
 reference and closed_form are.
 """
 
@@ -243,12 +243,12 @@ def mixture_problem(z: Tensor, form: mixture.MixtureForm, dtype: torch.dtype) ->
     problem = machine_problem(z.device.type, z.device.index or 0, _chosen == "fused")
     if problem:
         return problem
-    from dmst.kernels.fused.mixture import serves
+    from dmst.kernels.fused.mixture_layer import serves
 
     return serves(z.shape[-1], form)
 
 
 def _fused_mixture(*args: Any, **kwargs: Any) -> Tensor:
-    from dmst.kernels.fused.mixture import attend
+    from dmst.kernels.fused.mixture_layer import attend
 
     return attend(*args, **kwargs)

@@ -161,7 +161,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 import dmst
-from dmst.kernels.fused import layer, mixture
+from dmst.kernels.fused import layer, mixture_layer
 
 class Hopper:  # enough for a kernel to be looked at
     def get_current_target(self):
@@ -179,7 +179,7 @@ def run(z, gamma, beta, *tensors):
     made = type(operator.weights())(**dict(zip(weights, tensors)))
     if what.endswith("step"):
         return (layer.residual_step(z, gamma, beta, None, 1e-6, made, operator.form, grid=None, dtype=torch.bfloat16),)
-    return ((mixture if what == "gmsa" else layer).attend(z + gamma + beta, made, operator.form, dtype=torch.bfloat16),)
+    return ((mixture_layer if what == "gmsa" else layer).attend(z + gamma + beta, made, operator.form, dtype=torch.bfloat16),)
 
 with inside:
     graph = aot_export_joint_simple(run, (z, gamma, beta, *weights.values()), trace_joint=True).graph

@@ -94,7 +94,7 @@ def test_a_kernel_that_fails_is_replaced_and_told_once(way: str, monkeypatch: py
         raise RuntimeError("no such instruction")
 
     anew()
-    monkeypatch.setattr(f"dmst.kernels.fused.mixture.{way}", broken)
+    monkeypatch.setattr(f"dmst.kernels.fused.mixture_layer.{way}", broken)
     operator, z = build("gmsa", {"groups": 3}, dtype=F32).to(DEVICE), torch.randn(2, 12, 24, device=DEVICE)
     with (
         use_kernels("fused"),

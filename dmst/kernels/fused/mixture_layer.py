@@ -1,0 +1,211 @@
+"""GMSA from the kernels of `mixture.py` and the library's products, as one autograd function in closed form.
+
+    forward     keys = A rot(z), gate from the mean of rot(z) | s = z U | update | output = update W
+    backward    G = dout W^T | ds, dkeys, the update again | dW, dU, dA, dgate | dz = ds U^T + rot^T(dkeys A^T + gate's)
+
+It keeps z, s, the keys and the pooled scores of the gate. In eager calls a kernel that fails is reported once, and plain torch
+takes its place in every layer of that form, shape and dtype: slower, never different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dmst import tracing
+from dmst.kernels import mixture, mixture_closed_form, plan
+from dmst.kernels.arithmetic import cast, wide
+from dmst.kernels.attempt import attempt, remembered
+from dmst.kernels.autocast import without_autocast
+from dmst.kernels.form import GATE
+from dmst.kernels.fused.launch import Once
+from dmst.kernels.fused.mixture import group_adjoint, group_update
+from dmst.kernels.mixture import Grid, MixtureForm, MixtureWeights
+
+W = len(MixtureWeights._fields)
+
+
+def serves(dim: int, form: MixtureForm) -> str:
+    """Why it cannot compute this layer; nothing where it can."""
+    sizes = {"channels a head": (dim // form.num_heads, plan.WIDEST), "groups": (form.groups, plan.MOST_GROUPS)}
+    sizes |= {"key_dim": (form.key_dim, plan.WIDEST), "rounds": (form.rounds, 1)}
+    over = [f"up to {most} {name}, not {size}" for name, (size, most) in sizes.items() if size > most]
+    over += ["keys that are not normalised"] if form.normalize_keys else []
+    return f"the fused GMSA takes {', '.join(over)}" if over else ""
+
+
+def attend(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: Grid = None, dtype: torch.dtype) -> Tensor:
+    """The whole layer on z (b, n, d); the large projections run in `dtype`."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, *weights)):
+        return _Layer.apply(z, *weights, form, grid, dtype)
+    return _attempt(_forward, _plain_forward, (z, weights, form, grid, dtype))[0]
+
+
+def _forward(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The output, and what is kept beside z: s, keys and the pooled scores of the gate."""
+    turned = mixture.turn(z, form, grid)
+    keys = F.linear(turned.to(dtype), weights.key.to(dtype), cast(weights.key_bias, dtype))
+    pooled = None
+    if weights.gate is not None:  # too small for a product of matrices
+        pooled = (mixture.token_mean(turned).unsqueeze(-2) * wide(weights.gate)).sum(-1)
+    projected = F.linear(z.to(dtype), weights.subspace.to(dtype))
+    _, w, t = _strength(z, pooled, weights.theta, form)
+    update = group_update(projected, keys, w, t, *_how(z, form, grid))
+    out = F.linear(update, _weight_out(weights).to(dtype))
+    out = out if weights.out_bias is None else out + weights.out_bias.to(dtype)
+    return out, projected, keys, pooled
+
+
+def _strength(z: Tensor, pooled: Tensor | None, theta: Tensor | None, form: MixtureForm) -> tuple[Tensor, Tensor, Tensor]:
+    """The gate, w and t, (b, k)."""
+    if pooled is None:
+        gate = torch.ones(z.shape[0], form.num_heads, dtype=torch.float32, device=z.device)
+    else:
+        gate = form.gate_scale * GATE[str(form.gate)].value(pooled, form)
+    w = gate.square()
+    if form.mode == "proximal":
+        assert theta is not None
+        return gate, w, wide(theta).flatten() * w
+    return gate, w, gate if form.mode == "listing" else w
+
+
+def _how(z: Tensor, form: MixtureForm, grid: Grid) -> tuple[int, list[int], float, int]:
+    down, across, patches = mixture.cells(z.shape[-2], grid, form.groups)
+    mode = 2 if form.mode == "proximal" else int(not form.own)
+    return form.num_heads, [form.groups, *patches, down, across], form.sharpness, mode
+
+
+def _weight_out(weights: MixtureWeights) -> Tensor:
+    return weights.subspace.mT if weights.out is None else weights.out
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, *arguments: Any) -> Tensor:
+        *tensors, form, grid, dtype = arguments
+        weights: Any = tensors
+        out, *kept = _attempt(_forward, _plain_forward, (z, MixtureWeights(*weights), form, grid, dtype))
+        ctx.rest = form, grid, dtype
+        ctx.save_for_backward(z, *tensors, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple:
+        z, *rest = ctx.saved_tensors
+        tensors, kept = rest[:W], rest[W:]
+        wanted = ctx.needs_input_grad[: 1 + W]
+        with torch.no_grad(), without_autocast(dout):
+            given = (z, MixtureWeights(*tensors), *ctx.rest, dout, wanted, *kept)
+            grads = _attempt(_backward, _plain_backward, given)
+        if torch.is_grad_enabled():
+            grads = Once.apply(len(grads), *grads, dout, z, *tensors)
+        return *grads, None, None, None
+
+
+def _backward(
+    z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype, dout: Tensor,
+    asked: Sequence[bool], projected: Tensor, keys: Tensor, pooled: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dz, and the gradient of each weight that is wanted."""
+    wants_z, wanted = asked[0], MixtureWeights(*asked[1:])  # type: ignore[arg-type]
+    grads: dict[str, Tensor] = {}
+    low, tokens_in = dout.to(dtype), z.to(dtype).flatten(0, 1)
+    tokens_out = low.flatten(0, 1)
+    gate, w, t = _strength(z, pooled, weights.theta, form)
+    dupdate = low @ _weight_out(weights).to(dtype)
+    wants_out = bool(wanted.out or (wanted.subspace and weights.out is None))
+    heads, cells, sharpness, mode = _how(z, form, grid)
+    ds, dkeys, dw, dt, update = group_adjoint(projected, keys, w, t, dupdate, heads, cells, sharpness, mode, wants_out)
+    if wants_out:
+        dweight = tokens_out.mT @ update.flatten(0, 1)
+    if wanted.out:
+        grads["out"] = dweight
+    if wanted.out_bias:
+        grads["out_bias"] = tokens_out.sum(0, dtype=torch.float32)
+    if wanted.subspace:
+        grads["subspace"] = ds.flatten(0, 1).mT @ tokens_in
+        if weights.out is None:
+            grads["subspace"] = grads["subspace"] + dweight.mT
+    turned = mixture.turn(z, form, grid)
+    if wanted.key:
+        grads["key"] = dkeys.flatten(0, 1).mT @ turned.to(dtype).flatten(0, 1)
+    if wanted.key_bias:
+        grads["key_bias"] = dkeys.sum((0, 1), dtype=torch.float32)
+
+    # w = g^2; t = g, g^2 or theta g^2
+    dgate = 2 * gate * dw
+    if form.mode == "listing":
+        dgate = dgate + dt
+    elif form.mode == "equation":
+        dgate = dgate + 2 * gate * dt
+    else:
+        assert weights.theta is not None
+        theta = wide(weights.theta).flatten()
+        dgate = dgate + 2 * theta * gate * dt
+        dtheta = (w * dt).sum(0)
+        grads["theta"] = dtheta if theta.numel() > 1 else dtheta.sum()
+    dpooled = None
+    if pooled is not None:
+        activation = GATE[str(form.gate)]
+        dpooled = activation.pullback(form.gate_scale * dgate, pooled, activation.value(pooled, form), form)
+        grads["gate"] = (dpooled.unsqueeze(-1) * mixture.token_mean(turned).unsqueeze(-2)).sum(0)
+    dz = None
+    if wants_z:
+        dturned = wide(dkeys @ weights.key.to(dtype))
+        if dpooled is not None:
+            assert weights.gate is not None
+            share = (dpooled.unsqueeze(-1) * wide(weights.gate)).sum(-2, keepdim=True) / z.shape[-2]
+            dturned = dturned + share
+        back = mixture_closed_form.turn_back(dturned, form, grid)
+        dz = (back + ds @ weights.subspace.to(dtype)).to(z.dtype)
+    given_weights = zip(MixtureWeights._fields, weights, wanted, strict=True)
+    return dz, *(
+        grads[name].to(x.dtype).reshape(x.shape) if ask and x is not None and name in grads else None
+        for name, x, ask in given_weights
+    )
+
+
+# --- plain torch in its place ----------------------------------------------------------------------------------------
+
+_broken = remembered()
+
+
+def _attempt(fused: Callable[..., Any], plain: Callable[..., Any], given: tuple) -> Any:
+    """From the first failure of a kernel on plain torch; while a graph is traced, the kernels."""
+    z, _, form, _, dtype = given[:5]
+    if not z.numel():
+        return plain(*given)
+    if tracing.traced():
+        return fused(*given)
+    kind = (form, z.shape[1:], dtype)
+    if kind in _broken:
+        return plain(*given)
+
+    def says(why: str) -> str:
+        return f"The fused kernel of GMSA does not work here for {z.shape[1]} tokens ({why}). Using plain torch instead."
+
+    return attempt(z, fused, plain, given, _broken, kind, says)
+
+
+def _plain_forward(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype) -> tuple[Any, ...]:
+    return mixture.attend(z, weights, form, grid=grid, dtype=dtype), None, None, None
+
+
+def _plain_backward(
+    z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype, dout: Tensor,
+    asked: Sequence[bool], *_: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """From z alone, by autograd."""
+    with torch.enable_grad():
+        leaves = [None if x is None else x.detach().requires_grad_(ask) for x, ask in zip((z, *weights), asked, strict=True)]
+        tensors: Any = leaves[1:]
+        assert leaves[0] is not None
+        out = mixture_closed_form.attend(leaves[0], MixtureWeights(*tensors), form, grid=grid, dtype=dtype)
+        grads = iter(
+            torch.autograd.grad(out, [x for x in leaves if x is not None and x.requires_grad], dout, allow_unused=True)
+        )
+    return tuple(next(grads) if x is not None and x.requires_grad else None for x in leaves)
