@@ -96,7 +96,8 @@ def rotate(z: Tensor, positions: Table) -> Tensor:
     readers know no complex numbers, has the definition, and so have 16 bits."""
     if tracing.traced() or z.dtype not in (torch.float32, torch.float64):
         return z * positions.cos + turn_back(z) * positions.sin
-    pairs = torch.view_as_complex(z.unflatten(-1, (-1, 2)).contiguous())
+    pairs = z.unflatten(-1, (-1, 2)).contiguous()
+    pairs = torch.view_as_complex(pairs.clone() if pairs.storage_offset() % 2 else pairs)
     return torch.view_as_real(pairs * torch.complex(positions.cos[:, ::2], positions.sin[:, ::2])).flatten(-2)
 
 

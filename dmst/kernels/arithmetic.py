@@ -76,7 +76,8 @@ def matmul(x: Tensor, y: Tensor, into: Tensor | None) -> Tensor:
 def aligned(x: Tensor) -> Tensor:
     """Contiguous, from an address that wide loads can use: with others a kernel is compiled anew and sums in another order."""
     x = x.contiguous()
-    return x.clone() if tracing.is_plain_eager() and x.data_ptr() % 16 else x
+    real = type(x) in (Tensor, torch.nn.Parameter) and not tracing.traced()
+    return x.clone() if real and x.data_ptr() % 16 else x
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:

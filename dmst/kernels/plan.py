@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from dmst import tracing
+
 STEP = 32  # tokens in one rotary step: a tile of the score kernels lies within one
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
 ASSIGN_PROGRAMS = 132  # rows of partial sums for the gradient of `assign`
@@ -132,7 +134,8 @@ def position_adjoint(d: int) -> Batch:
 
 def weighted(n: int, d: int, dtype: torch.dtype) -> bool:
     """Whether samples are long enough for an output weight each, and cut evenly. float16 has no room for small pi s."""
-    return LONG and dtype == torch.bfloat16 and n % 128 == 0 and n >= 2 * d
+    even, many = tracing.surely(n % 128 == 0), tracing.surely(n >= 2 * d)  # apart: `and` would ask a symbolic size
+    return LONG and dtype == torch.bfloat16 and even and many
 
 
 def pieces(b: int, n: int) -> int:

@@ -139,8 +139,8 @@ def test_working_sizes(case: tuple, n: int) -> None:
 @pytest.mark.parametrize(
     "case", [LISTING, EQUATION, PROXIMAL, ("dmsa", {"rotary": "2d"}), ("tssa", {"position_scores": "1d"})], ids=label
 )
-def test_large_batches(case: tuple) -> None:
-    """Scores by position where the host has time, and samples that are not split over programs; NaN stays in its sample."""
+def test_large_batches(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores by position, and samples that are not split over programs; NaN stays in its sample."""
     monkeypatch.setattr(plan, "BY_HAND", 0)
     for shape in (SHORT, (300, 40, 96, 2)):
         made = draw(case, shape, BF16)

@@ -24,18 +24,19 @@ from dmst.kernels.fused import (
 
 B, F, I, S = "*bf16", "*fp32", "i32", "fp32"
 BLOCK = dict(K=8, P=48, HEADS=2, WIDTH=64, TOKENS=16)
-ALONG = dict(BLOCK, UNIFORM=False, NORMALIZE=False, DELTA=True, GATED=True, UPDATE=True, MODE=0, STAGES=2)
+SIGNED = dict(delta=1e-8, sign=-1.0)
+ALONG = dict(BLOCK, **SIGNED, UNIFORM=False, NORMALIZE=False, DELTA=True, GATED=True, UPDATE=True, MODE=0, STAGES=2)
 SUMS = dict(ALONG, UPDATE=False)
 TURNED = dict(D=384, K=8, TOKENS=16, CHANNELS=32, ROTARY=True, LEVEL=True)
 SCORE = dict(TURNED, Z=1, ASSIGN=1, BIAS=False, SIGMOID=True, SUMS=True)
-FINISH = dict(D=384, K=8, P=48, WIDTH=64, PARTS=256, ROWS=64, SPAN=384, UNIFORM=False, DELTA=True, GATED=True, FOLD=True,
-              MODE=0)
-ADJOINT = dict(BLOCK, MODE=0, GATED=True, UNIFORM=False, SIGMOID=True, WEIGHTED=False, SUM=True, PULL=True,
+FINISH = dict(SIGNED, D=384, K=8, P=48, WIDTH=64, PARTS=256, ROWS=64, SPAN=384, UNIFORM=False, DELTA=True, GATED=True,
+              FOLD=True, MODE=0)
+ADJOINT = dict(BLOCK, sign=-1.0, MODE=0, GATED=True, UNIFORM=False, SIGMOID=True, WEIGHTED=False, SUM=True, PULL=True,
                BIAS=True, STAGES=2)
 BACK, ASSIGN = dict(TURNED, ASSIGN=1, GATED=True), dict(TURNED, Z=1, GATED=True)
 PLACE = dict(D=384, K=8, HEADS=8, SAMPLES=32, CHANNELS=64)
-UPDATE = dict(BLOCK, MODE=0, GATED=True, WEIGHTED=False, STAGES=2)
-UNFOLD = dict(D=384, K=8, P=48, WIDTH=64, ROWS=8, SAMPLES=4, MODE=0, GATED=True, STAGES=3)
+UPDATE = dict(BLOCK, sign=-1.0, MODE=0, GATED=True, WEIGHTED=False, STAGES=2)
+UNFOLD = dict(sign=-1.0, D=384, K=8, P=48, WIDTH=64, ROWS=8, SAMPLES=4, MODE=0, GATED=True, STAGES=3)
 STREAM = dict(K=8, P=48, HEADS=4, WIDTH=64, TILES=stream.TILES, WARPS=stream.WARPS, MODE=0, GATED=True, UNIFORM=False,
               SIGMOID=True, WEIGHTED=True, BIAS=True)
 ENERGY = dict(BLOCK, HEADS=8, NORMALIZE=True, SCORED=True)
@@ -45,7 +46,7 @@ SETTLE = dict(K=8, P=48, COLUMNS=64, TILES=13, FULL=10, WARPS=4, MODE=0, GATED=T
 PULL = dict(K=8, P=48, HEADS=1, WIDTH=64, TILES=13, FULL=10, WARPS=4, MODE=0, GATED=True, UNIFORM=False,
             SIGMOID=True, BIAS=True, UPDATE=True)
 NORM_BACK = dict(TOKENS=1, CHANNELS=128)
-NORM = dict(D=384, K=8, TOKENS=4, CHANNELS=128, Z=3, ASSIGN=3, ROTARY=True, LEVEL=True, SCORES=True,
+NORM = dict(eps=1e-6, D=384, K=8, TOKENS=4, CHANNELS=128, Z=3, ASSIGN=3, ROTARY=True, LEVEL=True, SCORES=True,
             BIAS=False, SIGMOID=True, SUMS=True)
 MIXTURE = dict(K=8, P=48, R=16, SHARPNESS=0.25, CHANNELS=64, KEYS=16, TOKENS=64)
 CASES = {
@@ -64,7 +65,7 @@ CASES = {
     "score": [(score.score_kernel, c) for c in (
         SCORE, dict(SCORE, K=3, BIAS=True, ASSIGN=0, Z=2), dict(SCORE, Z=0, ROTARY=False, SIGMOID=False),
         dict(SCORE, Z=3, ASSIGN=3, LEVEL=False, K=12, D=100))],
-    "gate": [(gate.gate_kernel, dict(K=8, ALL=8, GATE=1, ACTIVE=2, ROWS=1024))],
+    "gate": [(gate.gate_kernel, dict(scale=1.0, K=8, ALL=8, GATE=1, ACTIVE=2, ROWS=1024))],
     "moments": [(moments.moments_kernel, c) for c in (
         ALONG, SUMS, dict(ALONG, GATED=False, MODE=2), dict(ALONG, UNIFORM=True, GATED=False, DELTA=False),
         dict(SUMS, NORMALIZE=True, GATED=False), dict(ALONG, MODE=1))],
@@ -77,7 +78,7 @@ CASES = {
         BACK, dict(BACK, ASSIGN=0, ROTARY=False, GATED=False), dict(BACK, ASSIGN=3, LEVEL=False, K=12))]
     + [(score_adjoint.into_assign_kernel, c) for c in (
         ASSIGN, dict(ASSIGN, Z=0, ROTARY=False, GATED=False), dict(ASSIGN, Z=3, LEVEL=False, K=12))]
-    + [(gate.gate_adjoint_kernel, dict(K=8, ALL=8, GATE=g, ACTIVE=2 * (g == 1))) for g in (1, 2, 3, 4, 5)],
+    + [(gate.gate_adjoint_kernel, dict(scale=1.0, K=8, ALL=8, GATE=g, ACTIVE=2 * (g == 1))) for g in (1, 2, 3, 4, 5)],
     "by_position": [(by_position.rotated_kernel, dict(D=384, K=8, HEADS=8, PAIRS=64, ASSIGN=1)),
                     (by_position.position_score_kernel, dict(PLACE, BIAS=True, SIGMOID=True, SUMS=True, STAGES=3)),
                     (by_position.position_assign_kernel, dict(PLACE, GATED=True, STAGES=3))],
@@ -115,6 +116,7 @@ def kind(kernel, name, constants):
     if name in ("x", "weight", "out", "residual"):
         return f"tensordesc<bf16[64,64],{hopper.SWIZZLED!r}>"
     if name in REALS:
+        assert kernel.is_gluon(), name  # Inductor hands a float over in float64: it must be a constant
         return S
     words = {1: "*bf16", 2: "*fp16", 3: "*fp32"}
     named = {"z_ptr": "Z", "assign_ptr": "ASSIGN"}

@@ -33,8 +33,8 @@ from dmst.kernels.plan import over
 def adjoint_kernel(
     grad_ptr, s_ptr, membership_ptr, moment_ptr, gate_ptr, divisor_ptr, theta_ptr,
     part_ptr, dmembership_ptr, dgate_ptr, dtheta_ptr, dbias_ptr,
-    n, span, splits, rows, sign,
-    K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    n, span, splits, rows,
+    sign: tl.constexpr, K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     MODE: tl.constexpr, GATED: tl.constexpr, UNIFORM: tl.constexpr, SIGMOID: tl.constexpr,
     WEIGHTED: tl.constexpr, SUM: tl.constexpr, PULL: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -153,8 +153,8 @@ def pull(
     def sweeps(first: bool, second: bool) -> None:
         launch(
             adjoint_kernel, (b, sweep.splits, over(k, sweep.heads)),
-            *given, known, *made, n, sweep.span, sweep.splits, known.shape[1], told.sign,
-            K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens, MODE=MODES[told.mode],
+            *given, known, *made, n, sweep.span, sweep.splits, known.shape[1],
+            sign=told.sign, K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens, MODE=MODES[told.mode],
             GATED=gate is not None, UNIFORM=told.uniform_moment, SIGMOID=told.membership == "sigmoid", WEIGHTED=weighted,
             SUM=first, PULL=second, BIAS=wants_bias, STAGES=sweep.stages, num_warps=sweep.warps,
         )  # fmt: skip

@@ -84,8 +84,8 @@ def pull_back(grad, pooled, heads, K: tl.constexpr, GATE: tl.constexpr, ACTIVE: 
 
 @triton.jit
 def gate_kernel(
-    sum_ptr, gate_ptr, pooled_ptr, n, tiles, scale,
-    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr,
+    sum_ptr, gate_ptr, pooled_ptr, n, tiles,
+    scale: tl.constexpr, K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     sample, head = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
     total = tl.zeros((ROWS, ALL), tl.float32)
@@ -100,8 +100,8 @@ def gate_kernel(
 
 @triton.jit
 def gate_adjoint_kernel(
-    dgate_ptr, pooled_ptr, dpooled_ptr, n, scale,
-    K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr,
+    dgate_ptr, pooled_ptr, dpooled_ptr, n,
+    scale: tl.constexpr, K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr,
 ):  # fmt: skip
     sample, head = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
     dgate = tl.load(dgate_ptr + sample * K + head, mask=head < K, other=0.0) * scale
@@ -118,8 +118,8 @@ def open_gate(sums: Tensor, n: int, form: str) -> tuple[Tensor, Tensor]:
     pooled = torch.empty_like(gate)
     rows = min(8192 // power_of_two(k), next((rows for rows in (16, 128) if tiles <= rows), 1024))
     launch(
-        gate_kernel, (b,), sums, gate, pooled, n, tiles, told.gate_scale,
-        K=k, ALL=power_of_two(k), GATE=GATES[told.gate], ACTIVE=told.max_active_heads or 0, ROWS=rows,
+        gate_kernel, (b,), sums, gate, pooled, n, tiles,
+        scale=told.gate_scale, K=k, ALL=power_of_two(k), GATE=GATES[told.gate], ACTIVE=told.max_active_heads or 0, ROWS=rows,
         num_warps=1 if rows <= 128 else 4,
     )  # fmt: skip
     return gate, pooled
@@ -131,7 +131,7 @@ def gate_adjoint(dgate: Tensor, pooled: Tensor, n: int, form: str) -> Tensor:
     told, (b, k) = Form.read(form), dgate.shape
     dpooled = torch.empty_like(dgate)
     launch(
-        gate_adjoint_kernel, (b,), dgate, pooled, dpooled, n, told.gate_scale,
-        K=k, ALL=power_of_two(k), GATE=GATES[told.gate], ACTIVE=told.max_active_heads or 0, num_warps=1,
+        gate_adjoint_kernel, (b,), dgate, pooled, dpooled, n,
+        scale=told.gate_scale, K=k, ALL=power_of_two(k), GATE=GATES[told.gate], ACTIVE=told.max_active_heads or 0, num_warps=1,
     )  # fmt: skip
     return dpooled

@@ -420,7 +420,6 @@ def _machine(index: int) -> tuple[bool, int]:
     return (properties.major, properties.minor) == (9, 0), properties.multi_processor_count
 
 
-@cache
 def _columns(d: int, p: int, gelu: bool = False) -> int:
     """The block of columns that divides the width and holds whole heads; 0 if there is none. The widest, as tokens are read for
     each block; with GELU, which consumers take of their tiles one after the other, 128 are faster (docs/kernels.md).
@@ -434,10 +433,14 @@ def serves(device: torch.device, dtype: torch.dtype, d: int, p: int) -> bool:
         return False
     if d % 64 or not 64 <= d <= 384 or p % 16 or not _columns(d, p):
         return False
-    return _machine(torch.cuda.current_device() if device.index is None else device.index)[0]
+    return _is_hopper(device.index)
 
 
-serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _is_hopper(index: int | None) -> bool:
+    return _machine(torch.cuda.current_device() if index is None else index)[0]
+
+
+_is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked once while a graph is traced
 
 
 @op(gluon=True)
@@ -499,6 +502,7 @@ def _launch(
     groups = min(_groups(x.get_device(), width, columns), over(rows, 128 * tiles))
     onto = None if residual is None else _pieces(aligned(residual), d)
     factors, n = (None, 1) if keep is None else (keep.contiguous(), x.shape[1])
+    bias = None if bias is None else bias.contiguous()
     hopper_kernel[(width // columns * groups,)](
         _pieces(x, d), _pieces(weight, d), _pieces(out, width), membership, bias, energy, mass, rows, tiles, pairs,
         onto, factors, n,

@@ -1,7 +1,8 @@
 """Kernels as operators that PyTorch knows.
 
     @op()                   above a function that allocates and launches: `dmst::name`, its annotations are the schema
-    launch(kernel, grid, tensors and numbers, CONSTANT=..., num_warps=...)
+    launch(kernel, grid, tensors and integers, CONSTANT=..., num_warps=...)      floats are constants: Inductor makes float64
+                                                                                of those that are arguments
 
 In plain eager calls the function itself runs: the dispatcher costs the host more than a launch. Everywhere else the operator
 does. torch.compile looks inside (`torch.library.triton_op`) and launches the kernels itself. What it cannot look into, Gluon
@@ -24,6 +25,7 @@ from dmst import tracing
 from dmst.errors import DmstError
 from dmst.kernels.choice import interpreted
 
+PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may have no memory to give to a kernel
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -36,7 +38,8 @@ def op(*, mutates: Iterable[str] = (), gluon: bool = False) -> Callable[[Functio
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            return function(*args) if tracing.is_plain_eager() else known(*args)
+            plain = tracing.is_plain_eager() and not any(isinstance(x, Tensor) and type(x) not in PLAIN for x in args)
+            return function(*args) if plain else known(*args)
 
         return call  # type: ignore[return-value]
 
@@ -44,12 +47,14 @@ def op(*, mutates: Iterable[str] = (), gluon: bool = False) -> Callable[[Functio
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    if not interpreted():
-        if not tracing.is_plain_eager():
-            constants.pop("maxnreg", None)  # the compiler of torch knows no such option
-        wrap_triton(kernel)[grid](*args, **constants)
-    elif not is_fake(next(x for x in args if isinstance(x, Tensor))):
+    if interpreted():
+        if not is_fake(next(x for x in args if isinstance(x, Tensor))):
+            kernel[grid](*args, **constants)
+    elif tracing.is_plain_eager():
         kernel[grid](*args, **constants)
+    else:
+        constants.pop("maxnreg", None)  # the compiler of torch knows no such option
+        wrap_triton(kernel)[grid](*args, **constants)
 
 
 def is_fake(x: Tensor) -> bool:

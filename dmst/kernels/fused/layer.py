@@ -106,7 +106,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, *arguments: Any) -> Tensor:
         *tensors, form, step, eps, dtype = arguments
-        out, kept = _forward(z, _call(tensors, form, step, eps, dtype))
+        out, kept, ctx.is_long = _forward(z, _call(tensors, form, step, eps, dtype))
         ctx.rest = form, step, eps, dtype
         ctx.save_for_backward(z, *tensors, *(Kept() if form.save == "nothing" else kept))
         return out
@@ -117,7 +117,8 @@ class _Layer(torch.autograd.Function):
         tensors, kept = rest[: A + W + T], Kept(*rest[A + W + T :])
         wanted = ctx.needs_input_grad
         with torch.no_grad(), without_autocast(dout):
-            grads = _backward(dout, z, _call(tensors, *ctx.rest), kept, wanted[0], wanted[1 : 1 + A], wanted[1 + A : 1 + A + W])
+            given = (dout, z, _call(tensors, *ctx.rest), kept, ctx.is_long)
+            grads = _backward(*given, wanted[0], wanted[1 : 1 + A], wanted[1 + A : 1 + A + W])
         if torch.is_grad_enabled():
             grads = Once.apply(len(grads), *grads, dout, z, *tensors)
         return *grads, *(None,) * (T + len(ctx.rest))
@@ -126,11 +127,12 @@ class _Layer(torch.autograd.Function):
 # --- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _forward(z: Tensor, call: Call) -> tuple[Tensor, Kept]:
+def _forward(z: Tensor, call: Call) -> tuple[Tensor, Kept, bool]:
+    """The output, what is kept, and whether that is of a long sample."""
     return _attempt(_fused_forward, _plain_forward, (z, call), z, call)
 
 
-def _fused_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept]:
+def _fused_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept, bool]:
     z = aligned(z)
     kept, x, weight = _steps(z, call)
     bias = cast(call.weights.out_bias, call.dtype)
@@ -140,7 +142,7 @@ def _fused_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept]:
         out = hopper.own_product(x, weight, bias, residual if adds else None, keep if adds else None, False)
     else:
         out, adds = F.linear(x, weight, bias), residual is None
-    return (out if adds or residual is None else _add(residual, out, keep)), kept
+    return (out if adds or residual is None else _add(residual, out, keep)), kept, weight.dim() == 3
 
 
 def _add(z: Tensor, update: Tensor, keep: Tensor | None) -> Tensor:
@@ -158,7 +160,7 @@ def _is_long(z: Tensor, call: Call) -> bool:
     form, n, d = call.form, z.shape[1], call.weights.subspace.shape[-1]
     learned = form.membership == "sigmoid" and form.mode != "proximal" and not form.uniform_moment
     serves = learned and hopper.serves(z.device, call.dtype, d, d // form.num_heads)
-    return serves and tracing.surely(plan.weighted(n, d, call.dtype))
+    return serves and plan.weighted(n, d, call.dtype)
 
 
 def _steps(z: Tensor, call: Call) -> tuple[Kept, Tensor, Tensor]:
@@ -175,7 +177,8 @@ def _steps(z: Tensor, call: Call) -> tuple[Kept, Tensor, Tensor]:
         y = cast(z, dtype)
         if assign is not None:
             scores, sums = score.score(z, assign, bias, call.tables, call.step, *how)
-    scores = None if assign is None else scores
+    if assign is None:
+        scores = sums = None
     opened, pooled = (None, None) if form.gate is None or sums is None else gate.open_gate(sums, n, text)
     weight_in, weight_out = weights.subspace.to(dtype), _weight_out(weights).to(dtype)
     bias_in = cast(weights.subspace_bias, dtype)
@@ -212,7 +215,7 @@ def _weight_out(weights: Weights) -> Tensor:
 
 
 def _flat(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
+    return None if x is None else aligned(x)
 
 
 # --- backward --------------------------------------------------------------------------------------------------------
@@ -221,11 +224,12 @@ Grads = tuple[Tensor | None, ...]
 
 
 def _backward(
-    dout: Tensor, z: Tensor, call: Call, kept: Kept, wants_z: bool, around: Sequence[bool], wanted: Sequence[bool]
-) -> Grads:
+    dout: Tensor, z: Tensor, call: Call, kept: Kept, is_long: bool, wants_z: bool, around: Sequence[bool],
+    wanted: Sequence[bool],
+) -> Grads:  # fmt: skip
     """The gradients of z, of what is around and of the weights, None where they are not wanted."""
     asked: Any = (wants_z, Around(*around), Weights(*wanted))  # type: ignore[arg-type]
-    dz, grads = _attempt(_fused_backward, _plain_backward, (dout, z, call, kept, *asked), z, call)
+    dz, grads = _attempt(_fused_backward, _plain_backward, (dout, z, call, kept, is_long, *asked), z, call)
     given = {**call.around._asdict(), **call.weights._asdict()}
     ask = dict(zip(given, (*around, *wanted), strict=True))
     return dz, *(_like(grads.get(name), x) if ask[name] else None for name, x in given.items())
@@ -239,12 +243,13 @@ def _like(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
 
 
 def _fused_backward(
-    dout: Tensor, z: Tensor, call: Call, kept: Kept, wants_z: bool, around: Around, wanted: Weights
+    dout: Tensor, z: Tensor, call: Call, kept: Kept, is_long: bool, wants_z: bool, around: Around, wanted: Weights
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     z, dout, (gamma, _, keep) = aligned(z), aligned(dout), call.around
     weights, form, dtype, text = call.weights, call.form, call.dtype, call.form.text
     if kept.projected is None:
-        kept = _steps(z, call)[0]
+        kept, _, weight = _steps(z, call)
+        is_long = weight.dim() == 3
     projected, membership, pooled, opened, moment, divisor, channel, y, mean, rstd = kept
     assert projected is not None and membership is not None and moment is not None and divisor is not None
     tokens = cast(z, dtype) if y is None else y
@@ -254,7 +259,7 @@ def _fused_backward(
     grads: dict[str, Tensor] = {}
 
     # the output product
-    is_long, wants_out = _is_long(z, call), bool(wanted.out or (wanted.subspace and weights.out is None))
+    wants_out = bool(wanted.out or (wanted.subspace and weights.out is None))
     dweight = total = None
     if is_long and z.shape[0] <= plan.UNFOLDED:  # whatever is wanted: it decides no bit of the others
         products = long.products(low, projected)
@@ -298,6 +303,7 @@ def _fused_backward(
             grads["subspace"] = grads["subspace"] + dweight.mT
     weigh = bool(around.gamma or around.beta)
     product = (flow @ weight_in).view_as(z) if wants_z or weigh else None
+    del given, flow
 
     # the scores and the norm
     dpooled = None
@@ -358,15 +364,15 @@ def _norm(z: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return torch.native_layer_norm(wide(z), z.shape[-1:], wide(gamma), wide(beta), call.eps)
 
 
-def _plain_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept]:
+def _plain_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept, bool]:
     """The backward pass of these keeps nothing: it begins with z."""
     y = z if call.around.gamma is None else _norm(z, call)[0]
     out = reference.attend(y, call.weights, call.form, grid=_grid(z, call), dtype=call.dtype)
-    return (out if call.around.gamma is None else _add(z.contiguous(), out, call.around.keep)), Kept()
+    return (out if call.around.gamma is None else _add(z.contiguous(), out, call.around.keep)), Kept(), False
 
 
 def _plain_backward(
-    dout: Tensor, z: Tensor, call: Call, kept: Kept, wants_z: bool, around: Around, wanted: Weights
+    dout: Tensor, z: Tensor, call: Call, kept: Kept, is_long: bool, wants_z: bool, around: Around, wanted: Weights
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     weights, form, dtype, grid = call.weights, call.form, call.dtype, _grid(z, call)
     gamma, beta, keep = call.around

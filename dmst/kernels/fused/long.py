@@ -23,7 +23,8 @@ from dmst.kernels.plan import over, power_of_two
 
 @triton.jit
 def unfold_kernel(
-    product_ptr, moment_ptr, gate_ptr, out_ptr, b, sign,
+    product_ptr, moment_ptr, gate_ptr, out_ptr, b,
+    sign: tl.constexpr,
     D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr,
     MODE: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +86,8 @@ def unfold(product: Tensor, moment: Tensor, gate: Tensor | None, form: str) -> T
     told, (b, d, _) = Form.read(form), product.shape
     k, out = told.num_heads, torch.empty(d, d, device=product.device, dtype=F32)
     launch(
-        unfold_kernel, (over(d, 8), k), product, moment, gate, out, b, told.sign,
+        unfold_kernel, (over(d, 8), k), product, moment, gate, out, b,
+        sign=told.sign,
         D=d, K=k, P=d // k, WIDTH=power_of_two(d // k), ROWS=8, SAMPLES=4, MODE=MODES[told.mode], GATED=gate is not None,
         STAGES=3,
     )  # fmt: skip

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from dmst.kernels import plan
 from dmst.kernels.fused.launch import launch, op
-from dmst.kernels.plan import over
 
 PROXIMAL: tl.constexpr = tl.constexpr(2)
 NO_OWN: tl.constexpr = tl.constexpr(1)
@@ -296,17 +295,19 @@ def backward_kernel(
 
 @triton.jit
 def spread_kernel(
-    dkeys_ptr, dcentre_ptr, n, rows, columns, down, across,
+    dkeys_ptr, dcentre_ptr, n, span, rows, columns, down, across,
     K: tl.constexpr, R: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dkeys += the gradient of the centre of its cell, over how many patches that has."""
     image, key = tl.program_id(0).to(tl.int64), tl.arange(0, KEYS)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    cell = _cell(token, n, rows, columns, down, across)
-    inside = (cell[:, None] >= 0) & (token[:, None] < n) & (key[None, :] < R)
-    asked = tl.load(dcentre_ptr + (image * G + cell[:, None]) * R + key[None, :], mask=inside, other=0.0)
-    asked = asked * _per_size(cell, rows, columns, down, across)[:, None]
-    _store(dkeys_ptr, _load(dkeys_ptr, token, n, key, n, K, R) + asked, token, n, key, n, K, R)
+    start, stop = tl.program_id(1) * span, tl.minimum((tl.program_id(1) + 1) * span, n)
+    for first in tl.range(start, stop, TOKENS, num_stages=1):
+        token = first + tl.arange(0, TOKENS)
+        cell = _cell(token, n, rows, columns, down, across)
+        inside = (cell[:, None] >= 0) & (token[:, None] < stop) & (key[None, :] < R)
+        asked = tl.load(dcentre_ptr + (image * G + cell[:, None]) * R + key[None, :], mask=inside, other=0.0)
+        asked = asked * _per_size(cell, rows, columns, down, across)[:, None]
+        _store(dkeys_ptr, _load(dkeys_ptr, token, stop, key, n, K, R) + asked, token, stop, key, n, K, R)
 
 
 # --- operators -------------------------------------------------------------------------------------------------------
@@ -388,6 +389,6 @@ def group_adjoint(
     else:
         sweep(0, *(w,) * 6)
     spread = {name: sizes[name] for name in ("K", "R", "G", "KEYS")}
-    tiles = over(n, cut.tokens)
-    launch(spread_kernel, (rows, tiles), dkeys, dcentre.sum(1), n, *grid, **spread, TOKENS=cut.tokens, num_warps=4)
+    given = (dkeys, dcentre.sum(1), n, cut.span, *grid)
+    launch(spread_kernel, (rows, cut.splits), *given, **spread, TOKENS=cut.tokens, num_warps=4)
     return dprojected, dkeys, dw, dt.sum(-1), update

@@ -36,7 +36,8 @@ def _divisor(mass, n, delta, UNIFORM: tl.constexpr, DELTA: tl.constexpr):
 
 @triton.jit
 def moments_kernel(
-    s_ptr, weight_ptr, channel_ptr, gate_ptr, theta_ptr, energy_ptr, mass_ptr, update_ptr, n, span, splits, delta, sign,
+    s_ptr, weight_ptr, channel_ptr, gate_ptr, theta_ptr, energy_ptr, mass_ptr, update_ptr, n, span, splits,
+    delta: tl.constexpr, sign: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, UNIFORM: tl.constexpr,
     NORMALIZE: tl.constexpr, UPDATE: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr, MODE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -80,9 +81,8 @@ def moments_kernel(
 
 @triton.jit
 def update_kernel(
-    s_ptr, membership_ptr, moment_ptr, gate_ptr, theta_ptr, out_ptr,
-    n, span, sign,
-    K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    s_ptr, membership_ptr, moment_ptr, gate_ptr, theta_ptr, out_ptr, n, span,
+    sign: tl.constexpr, K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     MODE: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -106,7 +106,8 @@ def update_kernel(
 @triton.jit
 def finish_kernel(
     energy_ptr, mass_ptr, moment_ptr, divisor_ptr, gate_ptr, weight_ptr, folded_ptr,
-    n, splits, delta, sign, weight_row, weight_column,
+    n, splits, weight_row, weight_column,
+    delta: tl.constexpr, sign: tl.constexpr,
     D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
     SPAN: tl.constexpr, UNIFORM: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr, FOLD: tl.constexpr,
     MODE: tl.constexpr,
@@ -176,7 +177,8 @@ def sums(
     gate, theta, made = whole or (None, None, None)
     launch(
         moments_kernel, (b, sweep.splits, over(k, sweep.heads)),
-        projected, weight, channel, gate, theta, energy, mass, made, n, sweep.span, sweep.splits, form.delta, form.sign,
+        projected, weight, channel, gate, theta, energy, mass, made, n, sweep.span, sweep.splits,
+        delta=form.delta, sign=form.sign,
         K=k, P=d // k, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
         UNIFORM=weight is None or (form.uniform_moment and channel is None), NORMALIZE=channel is not None,
         UPDATE=made is not None, DELTA=bool(form.delta), GATED=gate is not None, MODE=MODES[form.mode],
@@ -199,7 +201,8 @@ def finish(
     along = (0, 0) if weight is None else weight.stride()
     launch(
         finish_kernel, (b, k, 1 if weight is None else over(d, span)),
-        energy, mass, moment, divisor, gate, weight, folded, n, splits, form.delta, form.sign, *along,
+        energy, mass, moment, divisor, gate, weight, folded, n, splits, *along,
+        delta=form.delta, sign=form.sign,
         D=d, K=k, P=p, WIDTH=width, PARTS=parts, ROWS=64, SPAN=span, UNIFORM=form.uniform_moment, DELTA=bool(form.delta),
         GATED=gate is not None, FOLD=weight is not None, MODE=MODES[form.mode], num_warps=4,
     )  # fmt: skip
@@ -215,8 +218,8 @@ def update(
     sweep, out = plan.sweep(b, n, k, d // k), torch.empty_like(projected)
     launch(
         update_kernel, (b, sweep.splits, over(k, sweep.heads)),
-        projected, membership, moment, gate, theta, out, n, sweep.span, told.sign,
-        K=k, P=d // k, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
+        projected, membership, moment, gate, theta, out, n, sweep.span,
+        sign=told.sign, K=k, P=d // k, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
         MODE=MODES[told.mode], GATED=gate is not None, WEIGHTED=weighted, STAGES=sweep.stages, num_warps=sweep.warps,
     )  # fmt: skip
     return out

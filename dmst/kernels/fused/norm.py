@@ -29,7 +29,8 @@ from dmst.kernels.plan import over
 def norm_score_kernel(
     z_ptr, gamma_ptr, beta_ptr, assign_ptr, bias_ptr, far_cos, far_sin, near_cos, near_sin,
     y_ptr, mean_ptr, rstd_ptr, out_ptr, sum_ptr,
-    n, step, tiles, eps,
+    n, step, tiles,
+    eps: tl.constexpr,
     D: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, Z: tl.constexpr,
     ASSIGN: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, SCORES: tl.constexpr,
     BIAS: tl.constexpr, SIGMOID: tl.constexpr, SUMS: tl.constexpr,
@@ -204,7 +205,8 @@ def norm_score(
     turned = turn(tables, step, d, tile, z)
     launch(
         norm_score_kernel, (b * tiles,), z, gamma, beta, assign, bias, *turned.tables, y, mean, rstd, out, sums,
-        n, step, tiles, eps,
+        n, step, tiles,
+        eps=eps,
         K=k, Z=kind(z), ASSIGN=0 if assign is None else kind(assign), SCORES=scored, BIAS=bias is not None, SIGMOID=sigmoid,
         SUMS=pooled, maxnreg=128, **turned.constants,
     )  # fmt: skip
