@@ -148,3 +148,11 @@ def test_a_compiled_table_is_the_same(n: int) -> None:
         place = {"device": torch.device("cpu"), "dtype": dtype}
         found, expected = (table("1d", 24, n, None, **place) for table in (compiled, rotary.table))
         assert all((a - b).abs().max() < bar for a, b in zip(found, expected, strict=True))
+
+
+def test_tokens_that_begin_at_an_odd_place() -> None:
+    """A view of float32 that does not begin at a pair cannot be taken for complex numbers as it is."""
+    z = torch.randn(1 + 2 * 5 * 8)[1:].view(2, 5, 8)
+    positions = rotary.table("1d", 8, 5, None, device=z.device, dtype=z.dtype)
+    assert positions is not None
+    assert torch.equal(rotary.rotate(z, positions), rotary.rotate(z.clone(), positions))

@@ -21,7 +21,8 @@ PIECE = 4096  # tokens: sixteen products of so many took the library 35 us, four
 BY_HAND = 16384  # rows from which our own product serves
 NORM_PROGRAMS = 4224  # rows of partial sums for the gradients of a norm's weights
 MOST_HEADS = 64
-MOST_GROUPS = 64
+MOST_KEYS = 64  # of GMSA: channels of a key
+MOST_MEANS = 2048  # and groups times channels, both padded: what 99 KiB of shared memory hold
 WIDEST = 128  # channels of one head
 WIDEST_NORM = 1024  # channels of a token that registers hold
 # What can be switched off, to see what it is worth
@@ -162,9 +163,10 @@ class Split(NamedTuple):
     warps: int
 
 
-def groups(rows: int, n: int, p: int, backward: bool = False) -> Split:
-    """`rows`: images times heads. On the way back a tile has six tensors in registers: of 64 tokens and channels they spill."""
-    tokens = 32 if backward and p > 32 else 64
+def groups(rows: int, n: int, p: int, g: int, backward: bool = False) -> Split:
+    """`rows`: images times heads. On the way back a tile has six tensors in registers, which spill if they are large."""
+    widest = power_of_two(max(p, g))
+    tokens = 64 if not backward or widest <= 32 else 2048 // max(widest, 64)
     splits = 1 if rows >= PROGRAMS // 2 else max(1, min(over(PROGRAMS, rows), over(n, 4 * tokens)))
     span = over(over(n, splits), tokens) * tokens
     return Split(tokens, over(n, span), span, warps=4)

@@ -71,7 +71,7 @@ def test_a_nan_stays_in_its_sample_and_repeats_are_bit_equal(mode: str) -> None:
 
 
 def test_what_it_does_not_serve_takes_plain_torch() -> None:
-    several = {"wide": GMSA(260, 2, groups=4), "many": GMSA(24, 3, groups=65), "twice": GMSA(24, 3, groups=4, rounds=2)}
+    several = {"wide": GMSA(260, 2, groups=4), "many": GMSA(96, 3, groups=65), "twice": GMSA(24, 3, groups=4, rounds=2)}
     several["unit"] = GMSA(24, 3, groups=4, normalize_keys=True)
     for operator in several.values():
         operator, z = operator.to(DEVICE), torch.randn(2, 65, operator.dim, device=DEVICE)

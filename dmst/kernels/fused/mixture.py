@@ -347,7 +347,7 @@ def group_update(
     """`cells`: groups, rows and columns of the patches, cells down and across."""
     (b, n, _), grid = projected.shape, cells[1:]
     sizes = _sizes(projected, keys, heads, cells, sharpness, mode)
-    cut = plan.groups(b * heads, n, sizes["P"])
+    cut = plan.groups(b * heads, n, sizes["P"], cells[0])
     update = torch.empty_like(projected)
     found: tuple[Tensor, ...] = (w,) * 4
     if cut.splits > 1:
@@ -367,7 +367,7 @@ def group_adjoint(
     """The gradients of projected, keys, w and t, and the update once more, empty where it is not wanted."""
     (b, n, _), groups, grid, rows = projected.shape, cells[0], cells[1:], projected.shape[0] * heads
     sizes = _sizes(projected, keys, heads, cells, sharpness, mode)
-    cut = plan.groups(rows, n, sizes["P"], backward=True)
+    cut = plan.groups(rows, n, sizes["P"], cells[0], backward=True)
     dprojected, dkeys, dw = torch.empty_like(projected), torch.empty_like(keys), torch.empty_like(w)
     update = torch.empty_like(projected) if wants_update else projected.new_empty(0)
     dcentre = torch.empty(rows, cut.splits, groups, sizes["R"], device=w.device, dtype=torch.float32)

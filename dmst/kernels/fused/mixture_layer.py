@@ -31,8 +31,10 @@ W = len(MixtureWeights._fields)
 
 def serves(dim: int, form: MixtureForm) -> str:
     """Why it cannot compute this layer; nothing where it can."""
-    sizes = {"channels a head": (dim // form.num_heads, plan.WIDEST), "groups": (form.groups, plan.MOST_GROUPS)}
-    sizes |= {"key_dim": (form.key_dim, plan.WIDEST), "rounds": (form.rounds, 1)}
+    p = dim // form.num_heads
+    means = max(16, plan.power_of_two(p)) * max(16, plan.power_of_two(form.groups))
+    sizes = {"channels a head": (p, plan.WIDEST), "groups times channels": (means, plan.MOST_MEANS)}
+    sizes |= {"key_dim": (form.key_dim, plan.MOST_KEYS), "rounds": (form.rounds, 1)}
     over = [f"up to {most} {name}, not {size}" for name, (size, most) in sizes.items() if size > most]
     over += ["keys that are not normalised"] if form.normalize_keys else []
     return f"the fused GMSA takes {', '.join(over)}" if over else ""
