@@ -114,11 +114,12 @@ def test_a_fused_kernel_that_gives_way_has_failed(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("out of resource: shared memory")
 
     monkeypatch.setattr(layer, "_fused_forward", breaks)
-    monkeypatch.setattr(layer, "_broken", attempt.remembered())
+    attempt.anew()
     monkeypatch.setattr(choice, "verdict", lambda *_: choice.Verdict(True, "here"))
     for _ in range(2):  # what gave way once is silent afterwards: it must be said again
         problem = doctor.problem_of(doctor.sample_layer(torch.float32), HERE, torch.float32, True)
-        assert "The fused kernel does not work here" in problem and "out of resource" in problem
+        assert "The fused kernel of the layer does not work here" in problem and "out of resource" in problem
+    attempt.anew()
 
 
 def run(*arguments: str) -> tuple[int, str]:

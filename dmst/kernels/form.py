@@ -40,12 +40,10 @@ class Form:
     delta: float = 1e-8  # added to mass where the published code does; 0 means an empty group is guarded instead
     save: str = field(default="projected", compare=False)  # beside z, for the backward pass; nothing: it is computed again
     text: str = field(init=False, repr=False, compare=False)  # the same choices, as an operator's schema can carry them
-    lean: str = field(init=False, repr=False, compare=False)  # the same where there are no gradients: nothing to keep
 
     def __post_init__(self) -> None:
         choices = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         object.__setattr__(self, "text", json.dumps(choices))
-        object.__setattr__(self, "lean", json.dumps(choices | {"save": "nothing"}))
 
     @staticmethod
     @functools.cache

@@ -14,10 +14,8 @@ from torch.nn import functional as F
 from dmst import tracing
 from dmst.kernels import choice, compute_dtype, plan, without_autocast
 from dmst.kernels.arithmetic import cast
-from dmst.kernels.attempt import attempt, remembered
+from dmst.kernels.attempt import attempt
 from dmst.kernels.autocast import autocast_is_on
-
-_broken = remembered()
 
 
 def serves(z: Tensor, weight: Tensor) -> bool:
@@ -36,7 +34,7 @@ def linear_gelu(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """gelu(z W^T + b), (..., h), in the compute dtype. Only where `serves`."""
     low = cast(z, compute_dtype(z))  # in the graph: the compiler writes it so where it makes z
     with without_autocast(z):
-        return _run(low, weight, bias)
+        return attempt(_fused, _plain, (low, weight, bias), low, ("an MLP", weight.shape, low.dtype, z.device))
 
 
 def _on_gpu(z: Tensor) -> bool:
@@ -53,19 +51,6 @@ def _fits(index: int, dtype: torch.dtype, h: int, d: int) -> bool:
 
 
 _fits._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _run(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if tracing.traced():
-        return _fused(z, weight, bias)
-    kind = weight.shape, z.dtype, z.device
-    if kind in _broken:
-        return _plain(z, weight, bias)
-
-    def says(why: str) -> str:
-        return f"The fused kernel does not work here for the hidden channels of MLPs ({why}). Using plain torch instead."
-
-    return attempt(z, _fused, _plain, (z, weight, bias), _broken, kind, says)
 
 
 def _fused(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from dmst import kernels, use_kernels
-from dmst.kernels import Weights, reference, silent
-from dmst.kernels.fused import layer
+from dmst.kernels import Weights, attempt, reference, silent
 from dmst.operators.dmsa import GATES, MODES
 from dmst.operators.family import TokenStatistics
 from dmst.sparsemax import jacobian_product, sparsemax
@@ -161,13 +160,13 @@ def interpreted(drawn: dict[str, Any], seed: int, _: Path) -> dict[str, Any]:
     judge = Judge(made, dtype, wanted, drawn["scale"], drawn["case"][0])
     low = dtype != F32 and not drawn["stored"]
     given = made.map(lambda x: x.to(dtype)) if drawn["stored"] else made
-    layer._broken.clear()
+    attempt.anew()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), use_kernels("fused"):
         warnings.filterwarnings("ignore", ".* encountered", RuntimeWarning)  # numpy, where an infinity is meant
         quicken(patch)
         with torch.autocast("cpu", dtype=dtype if low else BF16, enabled=low):
             found = differentiate(kernels.attend, given, wanted)
-    assert not layer._broken, "the fused kernel fell back to the plain steps"
+    assert not attempt.broken, "the fused kernel fell back to the plain steps"
     judge.look("fused", found, plain(given, dtype, wanted))
     return judge.facts()
 

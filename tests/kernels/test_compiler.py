@@ -294,7 +294,7 @@ def test_a_kernel_that_fails_falls_back_once(failing: list[Exception]) -> None:
     """One warning that names the shape, the right numbers, and from then on silence."""
     failing.append(RuntimeError("boom\nand a long story"))
     made = draw(LISTING, SMALL)
-    with pytest.warns(RuntimeWarning, match=r"\(2, 6, 24\).*3 heads.*RuntimeError: boom\).*plain") as seen:
+    with pytest.warns(RuntimeWarning, match=r"the layer .*\(2, 6, 24\).*RuntimeError: boom\).*plain") as seen:
         found = fused(made)
     assert len(seen) == 1 and "story" not in str(seen[0].message)
     check(found, made)

@@ -11,7 +11,7 @@ plain torch takes its place in every layer of that form, width and dtype: slower
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from dmst import rotary, tracing
 from dmst.kernels import closed_form, plan, reference
 from dmst.kernels.arithmetic import aligned, cast, wide
-from dmst.kernels.attempt import attempt, remembered
+from dmst.kernels.attempt import attempt
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import MEMBERSHIP, Form, Weights
 from dmst.kernels.fused import adjoint, energy, gate, hopper, long, moments, norm, score, score_adjoint
@@ -129,7 +129,7 @@ class _Layer(torch.autograd.Function):
 
 def _forward(z: Tensor, call: Call) -> tuple[Tensor, Kept, bool]:
     """The output, what is kept, and whether that is of a long sample."""
-    return _attempt(_fused_forward, _plain_forward, (z, call), z, call)
+    return attempt(_fused_forward, _plain_forward, (z, call), z, _kind(z, call))
 
 
 def _fused_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept, bool]:
@@ -137,12 +137,18 @@ def _fused_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept, bool]:
     kept, x, weight = _steps(z, call)
     bias = cast(call.weights.out_bias, call.dtype)
     residual, keep = (z, call.around.keep) if call.around.gamma is not None else (None, None)
-    adds = plan.ONTO or residual is None
+    is_long = weight.dim() == 3
+    if plan.ONTO and (is_long or _is_own(x, weight)):
+        return hopper.own_product(x, weight, bias, residual, keep, False), kept, is_long
+    out = _linear(x, weight, bias)
+    return (out if residual is None else _add(residual, out, keep)), kept, is_long
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """By our own product where that serves; it alone takes a weight for each sample."""
     if weight.dim() == 3 or _is_own(x, weight):
-        out = hopper.own_product(x, weight, bias, residual if adds else None, keep if adds else None, False)
-    else:
-        out, adds = F.linear(x, weight, bias), residual is None
-    return (out if adds or residual is None else _add(residual, out, keep)), kept, weight.dim() == 3
+        return hopper.own_product(x, weight, bias, None, None, False)
+    return F.linear(x, weight, bias)
 
 
 def _add(z: Tensor, update: Tensor, keep: Tensor | None) -> Tensor:
@@ -190,8 +196,7 @@ def _steps(z: Tensor, call: Call) -> tuple[Kept, Tensor, Tensor]:
         moment, divisor, folded = long.fold(energies, mass, opened, weight_out, n, text)
         return Kept(weighted, scores, pooled, opened, moment, divisor, None, *normed), weighted, folded
 
-    own = hopper.own_product(y, weight_in, bias_in, None, None, False) if _is_own(y, weight_in) else None
-    projected = F.linear(y, weight_in, bias_in) if own is None else own
+    projected = _linear(y, weight_in, bias_in)
     membership, channel = _membership(projected, scores, weights, form)
     update, moment, divisor = moments.settle(projected, membership, opened, weights.theta, text)
     return Kept(projected, membership, pooled, opened, moment, divisor, channel, *normed), update, weight_out
@@ -229,7 +234,7 @@ def _backward(
 ) -> Grads:  # fmt: skip
     """The gradients of z, of what is around and of the weights, None where they are not wanted."""
     asked: Any = (wants_z, Around(*around), Weights(*wanted))  # type: ignore[arg-type]
-    dz, grads = _attempt(_fused_backward, _plain_backward, (dout, z, call, kept, is_long, *asked), z, call)
+    dz, grads = attempt(_fused_backward, _plain_backward, (dout, z, call, kept, is_long, *asked), z, _kind(z, call))
     given = {**call.around._asdict(), **call.weights._asdict()}
     ask = dict(zip(given, (*around, *wanted), strict=True))
     return dz, *(_like(grads.get(name), x) if ask[name] else None for name, x in given.items())
@@ -332,26 +337,10 @@ def _fused_backward(
 
 # --- plain torch in their place --------------------------------------------------------------------------------------
 
-_broken = remembered()
 
-
-def _attempt(fused: Callable[..., Any], plain: Callable[..., Any], given: tuple, z: Tensor, call: Call) -> Any:
-    if not z.numel():
-        return plain(*given)
-    if tracing.traced():
-        return fused(*given)
-    kind = (call.form, z.shape[-1], z.dtype, call.dtype, z.device)
-    if _broken and kind in _broken:
-        return plain(*given)
-
-    def says(why: str) -> str:
-        where = f"tokens {tuple(z.shape)} in {z.dtype}, {call.form.num_heads} heads"
-        return (
-            f"The fused kernel does not work here for {where} ({why}). "
-            "Using the plain one from now on; `dmst doctor` says more."
-        )
-
-    return attempt(z, fused, plain, given, _broken, kind, says)
+def _kind(z: Tensor, call: Call) -> tuple:
+    """What fails once fails for all of these."""
+    return "the layer", call.form, z.shape[-1], z.dtype, call.dtype, z.device
 
 
 def _grid(z: Tensor, call: Call) -> tuple[int, int] | None:

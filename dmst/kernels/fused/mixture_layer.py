@@ -9,17 +9,16 @@ takes its place in every layer of that form, shape and dtype: slower, never diff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst import tracing
 from dmst.kernels import mixture, mixture_closed_form, plan
 from dmst.kernels.arithmetic import cast, wide
-from dmst.kernels.attempt import attempt, remembered
+from dmst.kernels.attempt import attempt
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import GATE
 from dmst.kernels.fused.launch import Once
@@ -44,7 +43,7 @@ def attend(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: Grid 
     """The whole layer on z (b, n, d); the large projections run in `dtype`."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, *weights)):
         return _Layer.apply(z, *weights, form, grid, dtype)
-    return _attempt(_forward, _plain_forward, (z, weights, form, grid, dtype))[0]
+    return attempt(_forward, _plain_forward, (z, weights, form, grid, dtype), z, _kind(z, form, dtype))[0]
 
 
 def _forward(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -90,7 +89,8 @@ class _Layer(torch.autograd.Function):
     def forward(ctx: Any, z: Tensor, *arguments: Any) -> Tensor:
         *tensors, form, grid, dtype = arguments
         weights: Any = tensors
-        out, *kept = _attempt(_forward, _plain_forward, (z, MixtureWeights(*weights), form, grid, dtype))
+        given = (z, MixtureWeights(*weights), form, grid, dtype)
+        out, *kept = attempt(_forward, _plain_forward, given, z, _kind(z, form, dtype))
         ctx.rest = form, grid, dtype
         ctx.save_for_backward(z, *tensors, *kept)
         return out
@@ -101,8 +101,9 @@ class _Layer(torch.autograd.Function):
         tensors, kept = rest[:W], rest[W:]
         wanted = ctx.needs_input_grad[: 1 + W]
         with torch.no_grad(), without_autocast(dout):
+            form, _, dtype = ctx.rest
             given = (z, MixtureWeights(*tensors), *ctx.rest, dout, wanted, *kept)
-            grads = _attempt(_backward, _plain_backward, given)
+            grads = attempt(_backward, _plain_backward, given, z, _kind(z, form, dtype))
         if torch.is_grad_enabled():
             grads = Once.apply(len(grads), *grads, dout, z, *tensors)
         return *grads, None, None, None
@@ -173,24 +174,10 @@ def _backward(
 
 # --- plain torch in its place ----------------------------------------------------------------------------------------
 
-_broken = remembered()
 
-
-def _attempt(fused: Callable[..., Any], plain: Callable[..., Any], given: tuple) -> Any:
-    """From the first failure of a kernel on plain torch; while a graph is traced, the kernels."""
-    z, _, form, _, dtype = given[:5]
-    if not z.numel():
-        return plain(*given)
-    if tracing.traced():
-        return fused(*given)
-    kind = (form, z.shape[1:], dtype)
-    if kind in _broken:
-        return plain(*given)
-
-    def says(why: str) -> str:
-        return f"The fused kernel of GMSA does not work here for {z.shape[1]} tokens ({why}). Using plain torch instead."
-
-    return attempt(z, fused, plain, given, _broken, kind, says)
+def _kind(z: Tensor, form: MixtureForm, dtype: torch.dtype) -> tuple:
+    """What fails once fails for all of these."""
+    return "GMSA", form, z.shape[1:], dtype, z.device
 
 
 def _plain_forward(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype) -> tuple[Any, ...]:
