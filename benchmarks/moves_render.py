@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from moves_plans import BASE, DATA, FINALS, PLANS, Run
+from moves_plans import BASE, DATA, FINALS, PLANS, Run, finals, first
 
 from dmst.atomic import write_text
 from dmst.reproduce.render import difference, spread
@@ -32,8 +32,12 @@ def places() -> dict[tuple[str, int, int, float], int]:
 
 
 def runs_of(lines: Lines, data: str, rows: int) -> Found:
-    mine = [line for line in lines if line["plan"] == "finals" and (line["data"], line["rows"]) == (data, rows)]
-    return {cell: {line["seed"]: line for line in mine if line["cell"] == cell} for cell in BASE}
+    cells = {run.key: run.cell for run in (*finals(), *first()) if (run.data, run.rows) == (data, rows)}
+    found: Found = {cell: {} for cell in cells.values()}
+    for line in lines:
+        if line["run"] in cells:
+            found[cells[line["run"]]][line["seed"]] = line
+    return found
 
 
 def markdown(lines: Lines) -> str:
@@ -50,7 +54,7 @@ def markdown(lines: Lines) -> str:
         mixed = f", mixup {mixup:g}" if mixup else ""
         out += ["", f"## {TITLES[data]}, {rows**2} tokens, {epochs} epochs{mixed}, {seeds} seeds", ""]
         out += ["| operator | top-1 | runs | less softmax attention | less DMSA | train loss | off | certified | parameters |"]
-        out += ["|---" * 9 + "|", *(row(cell, runs, seeds) for cell in BASE)]
+        out += ["|---" * 9 + "|", *(row(cell, runs, seeds) for cell in runs)]
     for plan in ("search", "search256", "rates"):
         out += searched(plan, lines)
     return "\n".join([*out, "", *origin(lines), ""])
@@ -115,7 +119,10 @@ def origin(lines: Lines) -> list[str]:
         torch, triton = (line["versions"][name] for name in ("torch", "triton"))
         ways[f"- {line['device']}, torch {torch}, triton {triton}, commit {line['commit'][:7]}, {line['date']}."] = None
     seconds = sum(line["seconds"]["all"] for line in lines)
-    return [*ways, f"- {len(lines)} runs, {seconds / 60:.0f} minutes of processes that shared the device, eight at a time."]
+    return [
+        *ways,
+        f"- {len(lines)} runs, {seconds / 60:.0f} minutes of processes, up to twenty of which shared the device.",
+    ]
 
 
 def svg(lines: Lines) -> str:
@@ -128,7 +135,7 @@ def svg(lines: Lines) -> str:
         body.append(f'<text class="head" x="10" y="{y + 8:g}">{TITLES[data]}, {rows**2} tokens</text>')
         for cell, mine in runs.items():
             y += 20
-            colour = COLOURS[cell]
+            colour = COLOURS[cell.removesuffix(" at 2e-3")]
             body.append(f'<text x="198" y="{y + 8:g}" text-anchor="end">{cell if mine else f"{cell}: not run"}</text>')
             on, off = ([across(line[what]) for line in mine.values()] for what in ("top1", "off"))
             if mine:
