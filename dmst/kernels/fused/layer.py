@@ -253,8 +253,9 @@ def _fused_backward(
     z, dout, (gamma, _, keep) = aligned(z), aligned(dout), call.around
     weights, form, dtype, text = call.weights, call.form, call.dtype, call.form.text
     if kept.projected is None:
-        kept, _, weight = _steps(z, call)
+        kept, update, weight = _steps(z, call)
         is_long = weight.dim() == 3
+        del update  # it takes as much room as z
     projected, membership, pooled, opened, moment, divisor, channel, y, mean, rstd = kept
     assert projected is not None and membership is not None and moment is not None and divisor is not None
     tokens = cast(z, dtype) if y is None else y

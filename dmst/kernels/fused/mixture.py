@@ -214,13 +214,13 @@ def _slopes(pi, a, mean, s, dupdate, t, MODE: tl.constexpr, EXACT: tl.constexpr)
 @triton.jit
 def backward_kernel(
     projected_ptr, keys_ptr, w_ptr, t_ptr, dupdate_ptr, centre_ptr, mass_ptr, one_ptr, two_ptr, beta_ptr, alpha_ptr,
-    dprojected_ptr, dkeys_ptr, update_ptr, dcentre_ptr, dw_ptr, dt_ptr,
+    dprojected_ptr, dq_ptr, update_ptr, dcentre_ptr, dw_ptr, dt_ptr,
     n, span, splits, rows, columns, down, across, SHARPNESS: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, EXACT: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, PHASE: tl.constexpr,
     WANTED: tl.constexpr,
 ):  # fmt: skip
-    """beta and alpha are sum_n pi dbeta and sum_n -pi dalpha; dkeys is still without what the centres ask."""
+    """beta and alpha are sum_n pi dbeta and sum_n -pi dalpha; dq is dkeys without what the centres ask."""
     channel, key, group = tl.arange(0, CHANNELS), tl.arange(0, KEYS), tl.arange(0, GROUPS)
     image = tl.program_id(0).to(tl.int64)
     part = image * splits + tl.program_id(1)
@@ -289,16 +289,17 @@ def backward_kernel(
             _store(dprojected_ptr, ds, token, stop, channel, n, K, P)
             dlogits = SHARPNESS * pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
             dcentre += _dot(tl.trans(dlogits), q, EXACT)
-            _store(dkeys_ptr, _dot(dlogits, centre, EXACT), token, stop, key, n, K, R)
+            _store(dq_ptr, _dot(dlogits, centre, EXACT), token, stop, key, n, K, R)
         _leave(dcentre_ptr, dcentre, part, group, key, G, R)
 
 
 @triton.jit
 def spread_kernel(
-    dkeys_ptr, dcentre_ptr, n, span, rows, columns, down, across,
+    dq_ptr, dcentre_ptr, dkeys_ptr, n, span, rows, columns, down, across,
     K: tl.constexpr, R: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dkeys += the gradient of the centre of its cell, over how many patches that has."""
+    """dkeys = dq + the gradient of the centre of its cell, over how many patches that has. dq is float32: so small a share
+    would be lost in 16 bits."""
     image, key = tl.program_id(0).to(tl.int64), tl.arange(0, KEYS)
     start, stop = tl.program_id(1) * span, tl.minimum((tl.program_id(1) + 1) * span, n)
     for first in tl.range(start, stop, TOKENS, num_stages=1):
@@ -307,7 +308,7 @@ def spread_kernel(
         inside = (cell[:, None] >= 0) & (token[:, None] < stop) & (key[None, :] < R)
         asked = tl.load(dcentre_ptr + (image * G + cell[:, None]) * R + key[None, :], mask=inside, other=0.0)
         asked = asked * _per_size(cell, rows, columns, down, across)[:, None]
-        _store(dkeys_ptr, _load(dkeys_ptr, token, stop, key, n, K, R) + asked, token, stop, key, n, K, R)
+        _store(dkeys_ptr, _load(dq_ptr, token, stop, key, n, K, R) + asked, token, stop, key, n, K, R)
 
 
 # --- operators -------------------------------------------------------------------------------------------------------
@@ -368,7 +369,7 @@ def group_adjoint(
     (b, n, _), groups, grid, rows = projected.shape, cells[0], cells[1:], projected.shape[0] * heads
     sizes = _sizes(projected, keys, heads, cells, sharpness, mode)
     cut = plan.groups(rows, n, sizes["P"], cells[0], backward=True)
-    dprojected, dkeys, dw = torch.empty_like(projected), torch.empty_like(keys), torch.empty_like(w)
+    dprojected, dq, dw = torch.empty_like(projected), torch.empty_like(keys, dtype=torch.float32), torch.empty_like(w)
     update = torch.empty_like(projected) if wants_update else projected.new_empty(0)
     dcentre = torch.empty(rows, cut.splits, groups, sizes["R"], device=w.device, dtype=torch.float32)
     dt = torch.empty(b, heads, cut.splits, device=w.device, dtype=torch.float32)
@@ -376,7 +377,7 @@ def group_adjoint(
     def sweep(phase: int, *found: Tensor) -> None:
         launch(
             backward_kernel, (rows, cut.splits), projected, keys, w, t, dupdate, *found,
-            dprojected, dkeys, update, dcentre, dw, dt, n, cut.span, cut.splits, *grid,
+            dprojected, dq, update, dcentre, dw, dt, n, cut.span, cut.splits, *grid,
             **sizes, TOKENS=cut.tokens, PHASE=phase, WANTED=wants_update, num_warps=cut.warps,
         )  # fmt: skip
 
@@ -389,6 +390,7 @@ def group_adjoint(
     else:
         sweep(0, *(w,) * 6)
     spread = {name: sizes[name] for name in ("K", "R", "G", "KEYS")}
-    given = (dkeys, dcentre.sum(1), n, cut.span, *grid)
+    dkeys = torch.empty_like(keys)
+    given = (dq, dcentre.sum(1), dkeys, n, cut.span, *grid)
     launch(spread_kernel, (rows, cut.splits), *given, **spread, TOKENS=cut.tokens, num_warps=4)
     return dprojected, dkeys, dw, dt.sum(-1), update
