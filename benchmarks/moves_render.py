@@ -53,7 +53,7 @@ def markdown(lines: Lines) -> str:
         runs = runs_of(lines, data, rows)
         mixed = f", mixup {mixup:g}" if mixup else ""
         out += ["", f"## {TITLES[data]}, {rows**2} tokens, {epochs} epochs{mixed}, {seeds} seeds", ""]
-        out += ["| operator | top-1 | runs | less softmax attention | less DMSA | train loss | off | certified | parameters |"]
+        out += ["| operator | top-1 | runs | minus softmax | minus DMSA | train loss | off | certified | parameters |"]
         out += ["|---" * 9 + "|", *(row(cell, runs, seeds) for cell in runs)]
     for plan in ("search", "search256", "rates"):
         out += searched(plan, lines)
@@ -94,7 +94,11 @@ def searched(plan: str, lines: Lines) -> list[str]:
         asked.setdefault((run.data, run.rows, run.epochs), {}).setdefault(run.cell, {})[run.lr] = run
     for (data, rows, epochs), cells in asked.items():
         rates = sorted({lr for each in cells.values() for lr in each})
-        out += ["", f"## Search: {TITLES[data]}, {rows**2} tokens, {epochs} epochs, 10 % of the training images, seed 0", ""]
+        out += [
+            "",
+            f"## Search: {TITLES[data]}, {rows**2} tokens, {epochs} epochs, held-out training images, seed 0",
+            "",
+        ]
         out += [
             "| network | " + " | ".join(f"top-1 at lr {lr:g} | off" for lr in rates) + " |",
             "|---" * (1 + 2 * len(rates)) + "|",
