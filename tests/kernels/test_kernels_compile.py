@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from dmst.kernels.fused import (
     adjoint, by_position, energy, gate, hopper, long, mixture, moments, norm, resident, score, score_adjoint, stream,
+    turn,
 )
 
 B, F, I, S = "*bf16", "*fp32", "i32", "fp32"
@@ -48,6 +49,7 @@ PULL = dict(K=8, P=48, HEADS=1, WIDTH=64, TILES=13, FULL=10, WARPS=4, MODE=0, GA
 NORM_BACK = dict(TOKENS=1, CHANNELS=128)
 NORM = dict(eps=1e-6, D=384, K=8, TOKENS=4, CHANNELS=128, Z=3, ASSIGN=3, ROTARY=True, LEVEL=True, SCORES=True,
             BIAS=False, SIGMOID=True, SUMS=True)
+PASS = dict(D=384, TOKENS=16, CHANNELS=128, ROTARY=True, LEVEL=True)
 MIXTURE = dict(K=8, P=48, R=16, SHARPNESS=0.25, CHANNELS=64, KEYS=16, TOKENS=64)
 CASES = {
     "gluon": [(hopper.hopper_kernel, c) for c in (
@@ -95,7 +97,9 @@ CASES = {
                     (mixture.forward_kernel, 3, {}), (mixture.backward_kernel, 0, dict(WANTED=True)),
                     (mixture.backward_kernel, 1, dict(WANTED=False)), (mixture.backward_kernel, 2, dict(WANTED=True)))
                 for m, e, g in ((0, False, 16), (2, False, 64), (1, True, 16))]
-    + [(mixture.spread_kernel, dict(K=8, R=16, G=16, TOKENS=64, KEYS=16))],
+    + [(mixture.spread_kernel, dict(K=8, R=16, G=16, TOKENS=64, KEYS=16))]
+    + [(turn.turn_kernel, dict(PASS, Z=3, LOW=True)), (turn.turn_kernel, dict(PASS, Z=0, LOW=False, D=100, LEVEL=False)),
+       (turn.turn_back_kernel, dict(PASS, Z=1, GATED=True)), (turn.turn_back_kernel, dict(PASS, Z=0, GATED=False, D=100))],
     "rest": [(moments.update_kernel, UPDATE), (moments.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
              (moments.update_kernel, dict(UPDATE, WEIGHTED=True)), (long.unfold_kernel, UNFOLD),
              (long.unfold_kernel, dict(UNFOLD, GATED=False, MODE=1, SAMPLES=1)),
@@ -105,7 +109,7 @@ CASES = {
 }
 LOW = {"rotated_ptr", "z_ptr", "s_ptr", "x_ptr", "assign_ptr", "grad_ptr", "ds_ptr", "update_ptr", "product_ptr", "dz_ptr",
        "folded_ptr", "dy_ptr", "projected_ptr", "keys_ptr", "dupdate_ptr",
-       "dprojected_ptr", "dkeys_ptr"}
+       "dprojected_ptr", "dkeys_ptr", "dturned_ptr", "turned_ptr", "low_ptr"}
 REALS = {"scale", "delta", "sign", "eps"}
 WRITTEN = (resident.pull_kernel, stream.stream_kernel)  # their bits are no choice of the compiler
 

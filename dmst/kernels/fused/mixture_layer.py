@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dmst import rotary, tracing
 from dmst.kernels import mixture, mixture_closed_form, plan
-from dmst.kernels.arithmetic import cast, wide
+from dmst.kernels.arithmetic import aligned, cast, wide
 from dmst.kernels.attempt import attempt
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import GATE
 from dmst.kernels.fused.launch import Once
 from dmst.kernels.fused.mixture import group_adjoint, group_update
+from dmst.kernels.fused.turn import turn_tokens, turn_tokens_back
 from dmst.kernels.mixture import Grid, MixtureForm, MixtureWeights
 
 W = len(MixtureWeights._fields)
@@ -48,17 +50,34 @@ def attend(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: Grid 
 
 def _forward(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype) -> tuple[Any, ...]:
     """The output, and what is kept beside z: s, keys and the pooled scores of the gate."""
-    turned = mixture.turn(z, form, grid)
-    keys = F.linear(turned.to(dtype), weights.key.to(dtype), cast(weights.key_bias, dtype))
+    low, turned, mean = _turned(z, form, grid, dtype)
+    keys = F.linear(turned, weights.key.to(dtype), cast(weights.key_bias, dtype))
     pooled = None
     if weights.gate is not None:  # too small for a product of matrices
-        pooled = (mixture.token_mean(turned).unsqueeze(-2) * wide(weights.gate)).sum(-1)
-    projected = F.linear(z.to(dtype), weights.subspace.to(dtype))
+        pooled = (mean.unsqueeze(-2) * wide(weights.gate)).sum(-1)
+    projected = F.linear(low, weights.subspace.to(dtype))
     _, w, t = _strength(z, pooled, weights.theta, form)
     update = group_update(projected, keys, w, t, *_how(z, form, grid))
     out = F.linear(update, _weight_out(weights).to(dtype))
     out = out if weights.out_bias is None else out + weights.out_bias.to(dtype)
     return out, projected, keys, pooled
+
+
+def _tables(z: Tensor, form: MixtureForm, grid: Grid) -> rotary.Factors | None:
+    """Of the rotation; None where nothing turns, and where the compiler makes one pass of norm, rotation and casts itself."""
+    if tracing.traced():
+        return None
+    return rotary.factors(form.rotary, z.shape[-1], z.shape[1], grid, step=plan.STEP, device=z.device, dtype=torch.float32)
+
+
+def _turned(z: Tensor, form: MixtureForm, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """z and rot(z) in `dtype`, and the mean of rot(z) over the tokens, (b, d)."""
+    factors = _tables(z, form, grid)
+    if factors is None:
+        turned = mixture.turn(z, form, grid)
+        return z.to(dtype), turned.to(dtype), mixture.token_mean(turned)
+    low, turned, sums = turn_tokens(aligned(z), [*factors.far, *factors.near], factors.step, dtype)
+    return z if z.dtype == dtype else low, turned, sums.sum(1) / z.shape[1]
 
 
 def _strength(z: Tensor, pooled: Tensor | None, theta: Tensor | None, form: MixtureForm) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,10 +135,10 @@ def _backward(
     """dz, and the gradient of each weight that is wanted."""
     wants_z, wanted = asked[0], MixtureWeights(*asked[1:])  # type: ignore[arg-type]
     grads: dict[str, Tensor] = {}
-    low, tokens_in = dout.to(dtype), z.to(dtype).flatten(0, 1)
-    tokens_out = low.flatten(0, 1)
+    dout = dout.to(dtype)
+    tokens_out = dout.flatten(0, 1)
     gate, w, t = _strength(z, pooled, weights.theta, form)
-    dupdate = low @ _weight_out(weights).to(dtype)
+    dupdate = dout @ _weight_out(weights).to(dtype)
     wants_out = bool(wanted.out or (wanted.subspace and weights.out is None))
     heads, cells, sharpness, mode = _how(z, form, grid)
     ds, dkeys, dw, dt, update = group_adjoint(projected, keys, w, t, dupdate, heads, cells, sharpness, mode, wants_out)
@@ -129,13 +148,13 @@ def _backward(
         grads["out"] = dweight
     if wanted.out_bias:
         grads["out_bias"] = tokens_out.sum(0, dtype=torch.float32)
+    low, turned, mean = _turned(z, form, grid, dtype)
     if wanted.subspace:
-        grads["subspace"] = ds.flatten(0, 1).mT @ tokens_in
+        grads["subspace"] = ds.flatten(0, 1).mT @ low.flatten(0, 1)
         if weights.out is None:
             grads["subspace"] = grads["subspace"] + dweight.mT
-    turned = mixture.turn(z, form, grid)
     if wanted.key:
-        grads["key"] = dkeys.flatten(0, 1).mT @ turned.to(dtype).flatten(0, 1)
+        grads["key"] = dkeys.flatten(0, 1).mT @ turned.flatten(0, 1)
     if wanted.key_bias:
         grads["key_bias"] = dkeys.sum((0, 1), dtype=torch.float32)
 
@@ -155,16 +174,20 @@ def _backward(
     if pooled is not None:
         activation = GATE[str(form.gate)]
         dpooled = activation.pullback(form.gate_scale * dgate, pooled, activation.value(pooled, form), form)
-        grads["gate"] = (dpooled.unsqueeze(-1) * mixture.token_mean(turned).unsqueeze(-2)).sum(0)
+        grads["gate"] = (dpooled.unsqueeze(-1) * mean.unsqueeze(-2)).sum(0)
     dz = None
     if wants_z:
-        dturned = wide(dkeys @ weights.key.to(dtype))
+        del low, turned
+        dturned, product, share = dkeys @ weights.key.to(dtype), ds @ weights.subspace.to(dtype), None
         if dpooled is not None:
             assert weights.gate is not None
-            share = (dpooled.unsqueeze(-1) * wide(weights.gate)).sum(-2, keepdim=True) / z.shape[-2]
-            dturned = dturned + share
-        back = mixture_closed_form.turn_back(dturned, form, grid)
-        dz = (back + ds @ weights.subspace.to(dtype)).to(z.dtype)
+            share = (dpooled.unsqueeze(-1) * wide(weights.gate)).sum(-2) / z.shape[1]
+        factors = _tables(z, form, grid)
+        if factors is None:
+            dturned = wide(dturned) if share is None else wide(dturned) + share.unsqueeze(1)
+            dz = (mixture_closed_form.turn_back(dturned, form, grid) + product).to(z.dtype)
+        else:
+            dz = turn_tokens_back(dturned, share, product, [*factors.far, *factors.near], factors.step, z.dtype)
     given_weights = zip(MixtureWeights._fields, weights, wanted, strict=True)
     return dz, *(
         grads[name].to(x.dtype).reshape(x.shape) if ask and x is not None and name in grads else None

@@ -7,6 +7,8 @@ at width 384 and 32 rows) stay next to the processor and a tile needs few far ro
 
 A tile of the kernels that rotate is (tokens, pairs). Where it lies within one step (`LEVEL`), it has one far row and its near
 rows follow each other, so that little is read.
+
+At the end, the rotation as a pass of its own, for GMSA: its keys read rotated tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmst.kernels.plan import Tile
+from dmst.kernels import plan
+from dmst.kernels.fused.launch import launch, op
+from dmst.kernels.plan import Tile, over
 
 PLAIN: tl.constexpr = tl.constexpr(0)
 BF16: tl.constexpr = tl.constexpr(1)
@@ -139,3 +143,89 @@ def four(x, A: tl.constexpr, LANES: tl.constexpr):
 def beside(x0, x1, x2, x3, A: tl.constexpr, LANES: tl.constexpr):
     """Back from `four`."""
     return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (A, 4 * LANES))
+
+
+# --- a pass of its own -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def turn_kernel(
+    z_ptr, far_cos, far_sin, near_cos, near_sin, low_ptr, turned_ptr, sum_ptr, n, step, tiles,
+    D: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, Z: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr,
+    LOW: tl.constexpr,
+):  # fmt: skip
+    PAIRS: tl.constexpr = CHANNELS // 2
+    sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    token, far, near = places(tile, n, step, TOKENS, LEVEL)
+    row = sample * n + token
+    pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)[None, :]
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    here = (token < n) & (channel[None, :] < D)
+    first, second = fetch(z_ptr, row, pair, (token < n) & (2 * pair < D), Z, D)
+    even, odd = unpack(first, second, Z)
+    at = row * D + channel[None, :]
+    if LOW:
+        low = tl.reshape(tl.join(even, odd), (TOKENS, CHANNELS))
+        tl.store(low_ptr + at, low.to(low_ptr.dtype.element_ty), mask=here)
+    cos, sin = turns(far_cos, far_sin, near_cos, near_sin, far, near, pair, D // 2, D % CHANNELS == 0)
+    turned = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (TOKENS, CHANNELS))
+    tl.store(turned_ptr + at, turned.to(turned_ptr.dtype.element_ty), mask=here)
+    tl.store(sum_ptr + (sample * tiles + tile) * D + channel, tl.sum(turned, 0), mask=channel < D)
+
+
+@triton.jit
+def turn_back_kernel(
+    dturned_ptr, share_ptr, product_ptr, far_cos, far_sin, near_cos, near_sin, dz_ptr, n, step, tiles,
+    D: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, Z: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    PAIRS: tl.constexpr = CHANNELS // 2
+    sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    token, far, near = places(tile, n, step, TOKENS, LEVEL)
+    row = sample * n + token
+    pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)[None, :]
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    here = (token < n) & (channel < D)
+    first, second = fetch(dturned_ptr, row, pair, (token < n) & (2 * pair < D), Z, D)
+    even, odd = unpack(first, second, Z)
+    if GATED:
+        some = 2 * pair < D
+        even += tl.load(share_ptr + sample * D + 2 * pair, mask=some, other=0.0)
+        odd += tl.load(share_ptr + sample * D + 2 * pair + 1, mask=some, other=0.0)
+    cos, sin = turns(far_cos, far_sin, near_cos, near_sin, far, near, pair, D // 2, D % CHANNELS == 0)
+    back = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (TOKENS, CHANNELS))
+    at = row * D + channel
+    dz = back + tl.load(product_ptr + at, mask=here, other=0.0).to(tl.float32)
+    tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=here)
+
+
+@op()
+def turn_tokens(z: Tensor, tables: list[Tensor], step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """z in `dtype` (empty where it is so already), rot_n z_n in it, and sums of that by tile, (b, tiles, d)."""
+    (b, n, d), tile, cast = z.shape, plan.into_tokens(z.shape[-1]), z.dtype != dtype
+    tiles = over(n, tile.tokens)
+    low = torch.empty_like(z, dtype=dtype) if cast else z.new_empty(0)
+    turned = torch.empty_like(z, dtype=dtype)
+    sums = torch.empty(b, tiles, d, device=z.device, dtype=torch.float32)
+    given = turn(tables, step, d, tile, z)
+    launch(
+        turn_kernel, (b * tiles, over(d, tile.channels)), z, *given.tables, low, turned, sums, n, step, tiles,
+        Z=kind(z), LOW=cast, **given.constants,
+    )  # fmt: skip
+    return low, turned, sums
+
+
+@op()
+def turn_tokens_back(
+    dturned: Tensor, share: Tensor | None, product: Tensor, tables: list[Tensor], step: int, dtype: torch.dtype
+) -> Tensor:
+    """product + rot_n^T (dturned_n + share), in `dtype`; share (b, d) is the same for every token."""
+    (b, n, d), tile = product.shape, plan.into_tokens(product.shape[-1])
+    tiles = over(n, tile.tokens)
+    dz = torch.empty_like(product, dtype=dtype)
+    given = turn(tables, step, d, tile, product)
+    launch(
+        turn_back_kernel, (b * tiles, over(d, tile.channels)), dturned, share, product, *given.tables, dz, n, step, tiles,
+        Z=kind(dturned), GATED=share is not None, **given.constants,
+    )  # fmt: skip
+    return dz
