@@ -109,7 +109,7 @@ CASES = {
 }
 LOW = {"rotated_ptr", "z_ptr", "s_ptr", "x_ptr", "assign_ptr", "grad_ptr", "ds_ptr", "update_ptr", "product_ptr", "dz_ptr",
        "folded_ptr", "dy_ptr", "projected_ptr", "keys_ptr", "dupdate_ptr",
-       "dprojected_ptr", "dkeys_ptr", "dturned_ptr", "turned_ptr", "low_ptr"}
+       "dkeys_ptr", "dturned_ptr", "turned_ptr", "low_ptr"}
 REALS = {"scale", "delta", "sign", "eps"}
 WRITTEN = (resident.pull_kernel, stream.stream_kernel)  # their bits are no choice of the compiler
 

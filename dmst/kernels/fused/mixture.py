@@ -1,7 +1,7 @@
 """GMSA between its projections, forward and backward, with memberships made again wherever they are needed.
 
     group_update     projected (b, n, k p), keys (b, n, k r), w = g^2 and t (b, k)   ->  update (b, n, k p)
-    group_adjoint    the same and dupdate                                            ->  their gradients
+    group_adjoint    the same and dupdate      ->  the gradients of keys, w and t; that of projected over dupdate
 
 t multiplies the pull: g (listing), g^2 (equation), theta g^2 (proximal). The formulas are those of `kernels/mixture.py` and
 `kernels/mixture_closed_form.py`. Sweeps over the tokens of one image and head, a tile at a time:
@@ -214,7 +214,7 @@ def _slopes(pi, a, mean, s, dupdate, t, MODE: tl.constexpr, EXACT: tl.constexpr)
 @triton.jit
 def backward_kernel(
     projected_ptr, keys_ptr, w_ptr, t_ptr, dupdate_ptr, centre_ptr, mass_ptr, one_ptr, two_ptr, beta_ptr, alpha_ptr,
-    dprojected_ptr, dq_ptr, update_ptr, dcentre_ptr, dw_ptr, dt_ptr,
+    dq_ptr, update_ptr, dcentre_ptr, dw_ptr, dt_ptr,
     n, span, splits, rows, columns, down, across, SHARPNESS: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, EXACT: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, PHASE: tl.constexpr,
@@ -286,7 +286,7 @@ def backward_kernel(
             if MODE != NO_OWN:
                 ds -= dbeta * alpha
                 dpi -= _dot(minus, tl.trans(a), EXACT)
-            _store(dprojected_ptr, ds, token, stop, channel, n, K, P)
+            _store(dupdate_ptr, ds, token, stop, channel, n, K, P)  # in its place: nobody reads this tile again
             dlogits = SHARPNESS * pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
             dcentre += _dot(tl.trans(dlogits), q, EXACT)
             _store(dq_ptr, _dot(dlogits, centre, EXACT), token, stop, key, n, K, R)
@@ -314,11 +314,11 @@ def spread_kernel(
 # --- operators -------------------------------------------------------------------------------------------------------
 
 
-def _sizes(projected: Tensor, keys: Tensor, heads: int, cells: list[int], sharpness: float, mode: int) -> dict[str, Any]:
+def _sizes(projected: Tensor, keys: Tensor, heads: int, cells: list[int], sharpness: float, form: int) -> dict[str, Any]:
     p, r, groups = projected.shape[-1] // heads, keys.shape[-1] // heads, cells[0]
     padded = {name: max(16, plan.power_of_two(size)) for name, size in (("CHANNELS", p), ("KEYS", r), ("GROUPS", groups))}
     exact = projected.dtype == torch.float32
-    return {"SHARPNESS": sharpness, "K": heads, "P": p, "R": r, "G": groups, "MODE": mode, "EXACT": exact, **padded}
+    return {"SHARPNESS": sharpness, "K": heads, "P": p, "R": r, "G": groups, "MODE": form, "EXACT": exact, **padded}
 
 
 def _gathered(
@@ -343,11 +343,11 @@ def _gathered(
 
 @op()
 def group_update(
-    projected: Tensor, keys: Tensor, w: Tensor, t: Tensor, heads: int, cells: list[int], sharpness: float, mode: int
+    projected: Tensor, keys: Tensor, w: Tensor, t: Tensor, heads: int, cells: list[int], sharpness: float, form: int
 ) -> Tensor:
     """`cells`: groups, rows and columns of the patches, cells down and across."""
     (b, n, _), grid = projected.shape, cells[1:]
-    sizes = _sizes(projected, keys, heads, cells, sharpness, mode)
+    sizes = _sizes(projected, keys, heads, cells, sharpness, form)
     cut = plan.groups(b * heads, n, sizes["P"], cells[0])
     update = torch.empty_like(projected)
     found: tuple[Tensor, ...] = (w,) * 4
@@ -360,16 +360,17 @@ def group_update(
     return update
 
 
-@op()
+@op(mutates=("dupdate",))
 def group_adjoint(
     projected: Tensor, keys: Tensor, w: Tensor, t: Tensor, dupdate: Tensor, heads: int, cells: list[int], sharpness: float,
-    mode: int, wants_update: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of projected, keys, w and t, and the update once more, empty where it is not wanted."""
+    form: int, wants_update: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of keys, w and t, and the update once more, empty where it is not wanted; that of projected is written
+    over dupdate. No argument may be called `mode`: torch passes those of an operator that writes by name, beside its own."""
     (b, n, _), groups, grid, rows = projected.shape, cells[0], cells[1:], projected.shape[0] * heads
-    sizes = _sizes(projected, keys, heads, cells, sharpness, mode)
+    sizes = _sizes(projected, keys, heads, cells, sharpness, form)
     cut = plan.groups(rows, n, sizes["P"], cells[0], backward=True)
-    dprojected, dq, dw = torch.empty_like(projected), torch.empty_like(keys, dtype=torch.float32), torch.empty_like(w)
+    dq, dw = torch.empty_like(keys, dtype=torch.float32), torch.empty_like(w)
     update = torch.empty_like(projected) if wants_update else projected.new_empty(0)
     dcentre = torch.empty(rows, cut.splits, groups, sizes["R"], device=w.device, dtype=torch.float32)
     dt = torch.empty(b, heads, cut.splits, device=w.device, dtype=torch.float32)
@@ -377,7 +378,7 @@ def group_adjoint(
     def sweep(phase: int, *found: Tensor) -> None:
         launch(
             backward_kernel, (rows, cut.splits), projected, keys, w, t, dupdate, *found,
-            dprojected, dq, update, dcentre, dw, dt, n, cut.span, cut.splits, *grid,
+            dq, update, dcentre, dw, dt, n, cut.span, cut.splits, *grid,
             **sizes, TOKENS=cut.tokens, PHASE=phase, WANTED=wants_update, num_warps=cut.warps,
         )  # fmt: skip
 
@@ -393,4 +394,4 @@ def group_adjoint(
     dkeys = torch.empty_like(keys)
     given = (dq, dcentre.sum(1), dkeys, n, cut.span, *grid)
     launch(spread_kernel, (rows, cut.splits), *given, **spread, TOKENS=cut.tokens, num_warps=4)
-    return dprojected, dkeys, dw, dt.sum(-1), update
+    return dkeys, dw, dt.sum(-1), update

@@ -138,12 +138,13 @@ def _backward(
     dout = dout.to(dtype)
     tokens_out = dout.flatten(0, 1)
     gate, w, t = _strength(z, pooled, weights.theta, form)
-    dupdate = dout @ _weight_out(weights).to(dtype)
+    ds = dout @ _weight_out(weights).to(dtype)  # dupdate until `group_adjoint` writes over it
     wants_out = bool(wanted.out or (wanted.subspace and weights.out is None))
     heads, cells, sharpness, mode = _how(z, form, grid)
-    ds, dkeys, dw, dt, update = group_adjoint(projected, keys, w, t, dupdate, heads, cells, sharpness, mode, wants_out)
+    dkeys, dw, dt, update = group_adjoint(projected, keys, w, t, ds, heads, cells, sharpness, mode, wants_out)
     if wants_out:
         dweight = tokens_out.mT @ update.flatten(0, 1)
+    del update
     if wanted.out:
         grads["out"] = dweight
     if wanted.out_bias:
