@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from dmst import provenance
 from dmst.kernels.attempt import anew
 
+REGIONS = 16  # of a sample's tokens
 SETS = 3  # of inputs, used in turn: a single one could stay in the cache
 REPEATS, GROUPS, CALLS = 30, 8, 5
 WARM_CALLS, WARM_SECONDS, SETTLED_SECONDS = 3, 0.05, 1.0  # the clock rises, then falls to what the power limit allows
@@ -231,13 +232,15 @@ def fail(row: Row, name: str, error: float, bar: float, key: str = "error") -> N
 
 
 def tokens(b: int, n: int, dim: int, device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """SETS pairs: tokens that want gradients, and output gradients."""
+    """SETS pairs: tokens that want gradients, and output gradients. Tokens differ by region, as those of an image do: the
+    groups of noise are all alike, and what they differ by is lost in 16 bits."""
     chance = torch.Generator(device).manual_seed(n)  # our own: a failed graph capture can spoil torch's
+    region = torch.arange(n, device=device) * REGIONS // n
 
-    def normal() -> Tensor:
-        return torch.randn(b, n, dim, device=device, generator=chance).to(dtype)
+    def normal(count: int) -> Tensor:
+        return torch.randn(b, count, dim, device=device, generator=chance)
 
-    return [(normal().requires_grad_(), normal()) for _ in range(SETS)]
+    return [((normal(n) + normal(REGIONS)[:, region]).to(dtype).requires_grad_(), normal(n).to(dtype)) for _ in range(SETS)]
 
 
 def forward(call: Call, z: Tensor) -> Results:
