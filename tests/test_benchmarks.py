@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from dmst.kernels.attempt import attempt
 from dmst.operators import create
 from dmst.reproduce import ledger
 
@@ -87,6 +89,18 @@ def test_models_and_training_on_a_cpu(module: Any, monkeypatch: pytest.MonkeyPat
     assert all(row["inference"] > 0 < row["training"] and row["gradient_error"] < 1e-4 for row in rows)
     assert run(module, monkeypatch, "training", "digits", "--seconds", "0.1", "--json", str(tmp_path / "training.json")) == 0
     assert json.loads((tmp_path / "training.json").read_text())["rows"][0]["images_per_s"] > 0
+
+
+def test_a_kernel_that_fell_back_has_no_time(module: Any) -> None:
+    def broken() -> None:
+        raise RuntimeError("no such instruction")
+
+    row: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as outside the tests, where a warning is no error by itself
+        with module("measure").attempting(row):
+            attempt(broken, lambda: None, (), torch.zeros(1), ("the layer",))
+    assert "no such instruction" in row["failure"]
 
 
 def test_targets_are_read_from_the_table() -> None:

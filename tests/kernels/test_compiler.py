@@ -114,7 +114,7 @@ def test_a_compiled_layer_is_one_graph_for_every_length(case: tuple) -> None:
             traced, eager = gradients(compiled, z, grad, grid=grid_of(n)), gradients(operator, z, grad, grid=grid_of(n))
             for name, value in eager.items():
                 found = traced.get(name, traced.get(f"_orig_mod.{name}"))
-                assert (found - value).norm() < 1e-5 * max(value.norm(), 1), (n, name)  # some are sums that cancel
+                assert relative(found, value) < 1e-5 or (found - value).norm() < 3e-6, (n, name)  # some are sums that cancel
     assert [KERNELS in graph for graph in graphs] == [True, True]
 
 

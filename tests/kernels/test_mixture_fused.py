@@ -69,6 +69,17 @@ def test_sixteen_bits(case: tuple, n: int, grid: tuple[int, int]) -> None:
         assert error < max(1e-2, 2 * plain[name]), (name, error, plain[name])
 
 
+def test_autocast_casts_and_rotates_as_plain_torch_does() -> None:
+    """Tokens in float32, products in bfloat16."""
+    operator, z = build("gmsa", {"key_rotary": "1d"}, dtype=F32).to(DEVICE), torch.randn(2, 37, 24, device=DEVICE)
+    found = {}
+    for kernels in ("fused", "reference"):
+        with use_kernels(kernels), torch.autocast(DEVICE, BF16):
+            found[kernels] = gradients(operator, z, z, grid=(6, 6))
+    assert found["fused"]["z"].dtype == F32
+    assert max(off(found["fused"], found["reference"]).values()) < 3e-2
+
+
 @pytest.mark.parametrize("mode", ["listing", "proximal"])
 def test_a_nan_stays_in_its_sample_and_repeats_are_bit_equal(mode: str) -> None:
     operator = build("gmsa", {"mode": mode}, dtype=F32).to(DEVICE)
