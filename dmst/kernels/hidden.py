@@ -1,8 +1,8 @@
-"""gelu(z W^T + b), the hidden channels of an MLP: plain torch, or on Hopper, where no gradient is wanted, one kernel.
+"""gelu(z W^T + b), the hidden channels of an MLP: plain torch, or on a GPU, where no gradient is wanted, one kernel.
 
-The kernel (`fused/hopper.py`) takes GELU of its float32 sums, so that the hidden channels are written once, and read by the
+The kernel (`fused/product.py`) takes GELU of its float32 sums, so that the hidden channels are written once, and read by the
 second product alone. Where a gradient is wanted plain torch stays: z W^T + b must be kept then, and what the compiler makes of
-GELU there keeps nothing else. It is one node of a traced graph.
+GELU there keeps nothing else.
 """
 
 from __future__ import annotations
@@ -45,18 +45,16 @@ def _fits(index: int, dtype: torch.dtype, h: int, d: int) -> bool:
     """Asked once while a graph is traced: it has the answer as a constant."""
     if choice.machine_problem("cuda", index, False):
         return False
-    from dmst.kernels.fused import hopper  # Triton is imported only where it is used
-
-    return h % 64 == 0 and hopper.serves(torch.device("cuda", index), dtype, d, 16)
+    return dtype in (torch.bfloat16, torch.float16) and d % 16 == 0 and h % 16 == 0
 
 
 _fits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _fused(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    from dmst.kernels.fused import hopper
+    from dmst.kernels.fused import product  # Triton is imported only where it is used
 
-    return hopper.own_product(z, weight.to(z.dtype), cast(bias, z.dtype), None, None, True)
+    return product.linear_gelu(z, weight.to(z.dtype), cast(bias, z.dtype))
 
 
 def _plain(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

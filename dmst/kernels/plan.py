@@ -10,14 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from dmst import tracing
-
 STEP = 32  # tokens in one rotary step: a tile of the score kernels lies within one
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
 ASSIGN_PROGRAMS = 132  # rows of partial sums for the gradient of `assign`
-POSITION_PROGRAMS = 528  # the same by position: four a processor, each with a run of positions
-UNFOLDED = 64  # samples at most whose products with dout give the output weight's gradient, and A of the adjoint
-PIECE = 4096  # tokens: sixteen products of so many took the library 35 us, four of four times as many 47, one of all 42
 BY_HAND = 16384  # rows from which our own product serves
 NORM_PROGRAMS = 4224  # rows of partial sums for the gradients of a norm's weights
 MOST_HEADS = 64
@@ -25,13 +20,6 @@ MOST_KEYS = 64  # of GMSA: channels of a key
 MOST_MEANS = 2048  # and groups times channels, both padded: what 99 KiB of shared memory hold
 WIDEST = 128  # channels of one head
 WIDEST_NORM = 1024  # channels of a token that registers hold
-# What can be switched off, to see what it is worth
-STEPS = True  # norm, layer and residual in one
-ONTO = True  # the residual is added in our own output product
-BY_POSITION = True  # large batches rotate the weights of the scores, not the tokens
-RESIDENT = True  # short samples wait in shared memory between two sweeps
-STREAM = True  # the second sweep of the adjoint of long samples by its own kernel
-LONG = True  # long samples have an output weight each
 
 
 class Sweep(NamedTuple):
@@ -75,11 +63,6 @@ def whole(b: int, n: int, k: int, p: int) -> Sweep | None:
     return None
 
 
-def by_position(b: int, k: int, dtype: torch.dtype, turned: bool) -> bool:
-    """Whether to rotate the weights, three numbers a head and position, in place of every sample's tokens."""
-    return BY_POSITION and turned and dtype == torch.bfloat16 and b >= 8 * max(8, power_of_two(k))
-
-
 class Tile(NamedTuple):
     """Of tokens and channels, for the kernels of the scores: a thread has eight neighbouring channels of a few tokens."""
 
@@ -115,38 +98,9 @@ def _chunk(d: int) -> int:
     return 64 if d % 128 == 64 and d <= 512 else min(128, max(8, power_of_two(d)))
 
 
-class Batch(NamedTuple):
-    """Of the samples of one position and channels, for the kernels that rotate the weights."""
-
-    samples: int
-    channels: int
-    warps: int
-
-
-def position_score(b: int, d: int) -> Batch:
-    if b >= 128:
-        return Batch(128, min(64, max(16, power_of_two(d))), 4)
-    return Batch(64, min(128, max(16, power_of_two(d))), 4)
-
-
-def position_adjoint(d: int) -> Batch:
-    return Batch(32, min(128, max(16, power_of_two(d))), 4)
-
-
-def weighted(n: int, d: int, dtype: torch.dtype) -> bool:
-    """Whether samples are long enough for an output weight each, and cut evenly. float16 has no room for small pi s."""
-    even, many = tracing.surely(n % 128 == 0), tracing.surely(n >= 2 * d)  # apart: `and` would ask a symbolic size
-    return LONG and dtype == torch.bfloat16 and even and many
-
-
-def pieces(b: int, n: int) -> int:
-    """Into how many pieces of `PIECE` tokens a sample goes for the products of dW; one where that makes more than 16 in all."""
-    return n // PIECE if n % PIECE == 0 and b * n // PIECE <= 16 else 1
-
-
 def step(d: int, dtype: torch.dtype) -> bool:
     """Whether a block takes its residual step in one. float16 has no room for an output weight times a small LayerScale."""
-    return STEPS and d <= WIDEST_NORM and dtype != torch.float16
+    return d <= WIDEST_NORM and dtype != torch.float16
 
 
 def by_hand(rows: int) -> bool:

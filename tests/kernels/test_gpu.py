@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dmst import kernels, use_kernels
 from dmst.errors import ShapeError
-from dmst.kernels import Weights, choice, plan, reference
+from dmst.kernels import Weights, choice, reference
 from dmst.operators import DMSA, Spatial
 from tests.cases import VARIANTS, build, gradients, label, relative, tokens
 from tests.kernels import test_residual_step as residual
@@ -128,7 +127,7 @@ def test_auto_is_what_the_table_says() -> None:
 @pytest.mark.parametrize("n", [64, 197, 1000])
 @pytest.mark.parametrize("case", [LISTING, EQUATION, PROXIMAL], ids=label)
 def test_working_sizes(case: tuple, n: int) -> None:
-    """Width 384, eight heads: bfloat16 as stored, and float32; few samples and more than are folded."""
+    """Width 384, eight heads: bfloat16 as stored, and float32."""
     made = draw(case, (2, n, 384, 8), BF16)
     check(fused(stored(made, BF16), BF16), made, BF16)
     for b in (2, 6) if n == 197 else ():
@@ -139,9 +138,8 @@ def test_working_sizes(case: tuple, n: int) -> None:
 @pytest.mark.parametrize(
     "case", [LISTING, EQUATION, PROXIMAL, ("dmsa", {"rotary": "2d"}), ("tssa", {"position_scores": "1d"})], ids=label
 )
-def test_large_batches(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores by position, and samples that are not split over programs; NaN stays in its sample."""
-    monkeypatch.setattr(plan, "BY_HAND", 0)
+def test_large_batches(case: tuple) -> None:
+    """Samples that are not split over programs; NaN stays in its sample."""
     for shape in (SHORT, (300, 40, 96, 2)):
         made = draw(case, shape, BF16)
         found = fused(stored(made, BF16), BF16)
@@ -173,7 +171,7 @@ def test_long_samples(case: tuple) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("shape", [SHORT, (2, 768, 384, 8), (16, 300, 384, 8)], ids=str)
 def test_what_is_wanted_decides_no_bit_of_the_rest(shape: tuple, dtype: torch.dtype) -> None:
-    """By the kernels of short, long and other samples, which have variants for what is wanted."""
+    """Short, long and other samples, by kernels that have variants for what is wanted."""
     check_wanted(stored(draw(BIASED, shape, dtype), dtype), dtype)
 
 
@@ -186,58 +184,13 @@ def test_the_residual_step(case: tuple, shape: tuple) -> None:
     same_bits(residual.fused(made, BF16), found)
 
 
-# --- products on Hopper -----------------------------------------------------------------------------------------------
-
-
-def hopper(d: int, p: int, dtype: torch.dtype = BF16) -> Any:
-    from dmst.kernels.fused import hopper
-
-    if not hopper.serves(torch.device("cuda", torch.cuda.current_device()), dtype, d, p):
-        pytest.skip(f"{torch.cuda.get_device_name()} is no Hopper GPU, or this Triton's Gluon was not read")
-    return hopper
-
-
-def drawn(*shape: int, dtype: torch.dtype = BF16, size: float = 1.0) -> Tensor:
-    return (size * torch.randn(*shape, device="cuda")).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize(("d", "h"), [(384, 1536), (192, 768), (64, 320), (256, 256)], ids=str)
-def test_products(d: int, h: int, dtype: torch.dtype) -> None:
-    """x W^T + b, and GELU of it: of any number of rows, each row by itself, the same bits again."""
-    ours, bar = hopper(d, 16, dtype), {BF16: 4e-3, F16: 5e-4}[dtype]  # half a bit of the output, and a little
-    weight, bias = drawn(h, d, dtype=dtype, size=d**-0.5), drawn(h, dtype=dtype)
-    square, z_bias = drawn(d, d, dtype=dtype, size=d**-0.5), drawn(d, dtype=dtype)
-    for rows in (1, 63, 64, 65, 5000, 40_000):
-        x = drawn(rows, d, dtype=dtype)
-        with fresh_memory_is_nan():
-            assert (
-                relative(
-                    ours.own_product(x, weight, bias, None, None, True), F.gelu(x.double() @ weight.double().mT + bias.double())
-                )
-                < bar
-            )
-            assert (
-                relative(
-                    ours.own_product(x, square, z_bias, None, None, False), x.double() @ square.double().mT + z_bias.double()
-                )
-                < bar
-            )
-            assert relative(ours.own_product(x, square.mT, None, None, None, False), x.double() @ square.double()) < bar
-    clean = ours.own_product(x, weight, bias, None, None, True)
-    for _ in range(20):
-        assert torch.equal(ours.own_product(x, weight, bias, None, None, True), clean)
-    x[777, 5], x[778] = float("nan"), 100 * x[778]
-    found = ours.own_product(x, weight, bias, None, None, True)
-    assert found[777].isnan().all() and found[778].isfinite().all()
-    assert torch.equal(found[:777], clean[:777]) and torch.equal(found[779:], clean[779:])
+# --- the hidden channels of an MLP ------------------------------------------------------------------------------------
 
 
 def test_hidden_channels_of_a_network() -> None:
     """A network's MLPs in inference take one kernel: near the plain ones, eager and compiled."""
     from dmst import create_model
 
-    hopper(192, 16)
     torch._dynamo.reset()
     options = {"dim": 192, "depth": 3, "num_heads": 3, "img_size": 128, "num_classes": 7}
     model = create_model("vit_tiny", **options, device="cuda").eval()

@@ -152,8 +152,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "a sample is many programs": {"PROGRAMS": 10**6},
     "programs of the scores' adjoint take several tiles": {"ASSIGN_PROGRAMS": 3},
 }
-if DEVICE == "cpu":  # a GPU takes this way for bfloat16 alone, whose products the interpreter gets wrong
-    WAYS["scores by position"] = {"by_position": lambda b, k, dtype, turned: turned}
 
 
 @interpreter

@@ -5,12 +5,12 @@
     sweep 2   dS = pi (c G + 2 m s)                         proximal: -G w/(1+w) + 2 pi m s        (uniform: 2 m s without pi)
               dpi = sum_i s (c G + m s) - sum_i m T         proximal: -c sum_i q + ...             (uniform: no m)
               dscores = pi (1 - pi) dpi for a sigmoid, else dpi itself
-
-    weighted  s' = pi s is kept: A = sum_n G s',  dS = pi c G + 2 m s',  pi dpi = sum_i s' (c G + m s'/pi) - pi sum_i m T
+              update = f s once more, for the gradient of the output weight, since s is at hand
 
 One program takes both sweeps where a sample is not split: the second finds its tokens in the cache. Otherwise the first leaves
-partial sums, and every program of the second adds them up for itself, in order; they may come from elsewhere too (`long.py`).
-dS is written over G.
+partial sums, and every program of the second adds them up for itself, in order. dS is written over G. Where a product goes into
+a sum it is written whether it is rounded before: otherwise that is the compiler's choice, and may be another one in a kernel
+that also writes the update or sums a bias.
 """
 
 from __future__ import annotations
@@ -22,21 +22,30 @@ from torch import Tensor
 
 from dmst.kernels import plan
 from dmst.kernels.form import Form
-from dmst.kernels.fused import resident, stream
-from dmst.kernels.fused.core import LISTING, MODES, PROXIMAL, attenuation, factor, gate_of_heads, head_block, rounded, tile
+from dmst.kernels.fused.core import (
+    LISTING,
+    MODES,
+    PROXIMAL,
+    attenuation,
+    factor,
+    gate_of_heads,
+    head_block,
+    rounded,
+    tile,
+    weigh,
+)
 from dmst.kernels.fused.launch import launch, op
-from dmst.kernels.fused.moments import update
 from dmst.kernels.plan import over
 
 
 @triton.jit
 def adjoint_kernel(
     grad_ptr, s_ptr, membership_ptr, moment_ptr, gate_ptr, divisor_ptr, theta_ptr,
-    part_ptr, dmembership_ptr, dgate_ptr, dtheta_ptr, dbias_ptr,
-    n, span, splits, rows,
+    part_ptr, dmembership_ptr, dgate_ptr, dtheta_ptr, dbias_ptr, update_ptr,
+    n, span, splits,
     sign: tl.constexpr, K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     MODE: tl.constexpr, GATED: tl.constexpr, UNIFORM: tl.constexpr, SIGMOID: tl.constexpr,
-    WEIGHTED: tl.constexpr, SUM: tl.constexpr, PULL: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+    SUM: tl.constexpr, PULL: tl.constexpr, BIAS: tl.constexpr, UPDATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
@@ -56,18 +65,18 @@ def adjoint_kernel(
             pi = tl.load(membership_ptr + place, mask=some, other=0.0)[:, :, None]
             q = grad * s
             if MODE == PROXIMAL:
-                damp = 1.0 + pi * c[None]
+                damp = 1.0 + rounded(pi * c[None])
                 q = q / (damp * damp)
-            share += q if WEIGHTED else pi * q
+            share = tl.fma(pi, q, share)
         total = tl.sum(share, 0)
         if not PULL:
             tl.store(part_ptr + (sample * splits + split) * (K * P) + column, total, mask=inside)
     else:
         parts = tl.zeros((16, HEADS, WIDTH), tl.float32)
-        for first in range(0, rows, 16):
+        for first in range(0, splits, 16):
             part = first + tl.arange(0, 16)[:, None, None]
-            at = (sample * rows + part) * (K * P) + column[None]
-            parts += tl.load(part_ptr + at, mask=(part < rows) & inside[None], other=0.0)
+            at = (sample * splits + part) * (K * P) + column[None]
+            parts += tl.load(part_ptr + at, mask=(part < splits) & inside[None], other=0.0)
         total = tl.sum(parts, 0)
 
     if PULL:
@@ -95,32 +104,27 @@ def adjoint_kernel(
             grad = tl.load(grad_ptr + at, mask=real, other=0.0).to(tl.float32)
             s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
             pi = tl.load(membership_ptr + place, mask=some, other=0.0)
-            if WEIGHTED:
-                pulled = c[None] * grad
-                bent = m[None] * s
-                ds = pi[:, :, None] * pulled + 2.0 * bent
-                dpi = tl.sum(pulled * s, 2) + tl.where(pi > 0, tl.sum(bent * s, 2) / pi, 0.0) - pi * mean[None, :]
-                dpi = dpi * (1.0 - pi)
+            lean = c[None] * grad
+            if MODE == PROXIMAL:
+                w = rounded(pi[:, :, None] * c[None])
+                ds = -grad * w / (1.0 + w)
+                lean = -lean / ((1.0 + w) * (1.0 + w))
             else:
-                if MODE == PROXIMAL:
-                    w = pi[:, :, None] * c[None]
-                    ds = -grad * w / (1.0 + w)
-                    dpi = -tl.sum(c[None] * grad * s / ((1.0 + w) * (1.0 + w)), 2)
-                else:
-                    pulled = c[None] * grad
-                    ds = pi[:, :, None] * pulled
-                    dpi = tl.sum(pulled * s, 2)
-                bent = m[None] * s
-                if UNIFORM:
-                    ds += 2.0 * bent
-                else:
-                    ds += 2.0 * pi[:, :, None] * bent
-                    dpi += tl.sum(bent * s, 2) - mean[None, :]
-                if SIGMOID:
-                    dpi = dpi * pi * (1.0 - pi)
+                ds = pi[:, :, None] * lean
+            if UNIFORM:
+                ds = tl.fma(2.0 * m[None], s, ds)
+                dpi = tl.sum(rounded(lean * s), 2)
+            else:
+                ds = tl.fma(2.0 * pi[:, :, None] * m[None], s, ds)
+                dpi = tl.sum(rounded(tl.fma(m[None], s, lean) * s), 2) - mean[None, :]
+            if SIGMOID:
+                dpi = dpi * pi * (1.0 - pi)
             ds = ds.to(grad_ptr.dtype.element_ty)
             tl.store(grad_ptr + at, ds, mask=real)
             tl.store(dmembership_ptr + place, dpi, mask=some)
+            if UPDATE:
+                update = weigh(pi[:, :, None], c[None], MODE) * s
+                tl.store(update_ptr + at, update.to(update_ptr.dtype.element_ty), mask=real)
             if BIAS:
                 bias += tl.where(real, ds.to(tl.float32), 0.0)
         if BIAS:
@@ -130,39 +134,32 @@ def adjoint_kernel(
 @op(mutates=("grad",))
 def pull(
     grad: Tensor, projected: Tensor, membership: Tensor, moment: Tensor, gate: Tensor | None, divisor: Tensor,
-    theta: Tensor | None, total: Tensor | None, form: str, weighted: bool, wants_bias: bool, wants_update: bool,
+    theta: Tensor | None, form: str, wants_bias: bool, wants_update: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dS over G; the gradients of scores (or membership) (b, n, k), gate and theta (b, k), of the bias (b, splits, k, p); and
-    the update once more. What there is not, or is not wanted, is empty. `total`: A (b, k, p), where it is known.
+    the update once more. What there is not, or is not wanted, is empty.
     """
     told, (b, n, d) = Form.read(form), projected.shape
     k, p = told.num_heads, d // told.num_heads
-    given = (grad, projected, membership, moment, gate, divisor, theta)
-    whole = plan.whole(b, n, k, p) is not None and not weighted
-    if whole and resident.fits_pull(n, d, p, projected.dtype, projected.device):
-        return resident.resident_pull(*given, form, wants_bias, wants_update)
-    made_update = grad.new_empty(0)
-    if wants_update:
-        made_update = update(projected, membership, moment, gate, theta, form, weighted)
     sweep = plan.sweep(b, n, k, p)
-    split = sweep.splits > 1 and total is None
-    part = torch.empty(b, sweep.splits if split else 0, k, p, device=grad.device, dtype=torch.float32)
-    known = part if total is None else total.unsqueeze(1)
-    made = resident.empties(membership, gate, theta, (b, sweep.splits, k, p), wants_bias)
+    split = sweep.splits > 1
+    part = membership.new_empty(b if split else 0, sweep.splits, k, p)
+    dmembership = torch.empty_like(membership)
+    dgate, dtheta = (membership.new_empty(0 if x is None else b, k) for x in (gate, theta))
+    dbias = membership.new_empty(b if wants_bias else 0, sweep.splits, k, p)
+    update = torch.empty_like(projected) if wants_update else projected.new_empty(0)
 
     def sweeps(first: bool, second: bool) -> None:
         launch(
             adjoint_kernel, (b, sweep.splits, over(k, sweep.heads)),
-            *given, known, *made, n, sweep.span, sweep.splits, known.shape[1],
+            grad, projected, membership, moment, gate, divisor, theta, part, dmembership, dgate, dtheta, dbias, update,
+            n, sweep.span, sweep.splits,
             sign=told.sign, K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens, MODE=MODES[told.mode],
-            GATED=gate is not None, UNIFORM=told.uniform_moment, SIGMOID=told.membership == "sigmoid", WEIGHTED=weighted,
-            SUM=first, PULL=second, BIAS=wants_bias, STAGES=sweep.stages, num_warps=sweep.warps,
+            GATED=gate is not None, UNIFORM=told.uniform_moment, SIGMOID=told.membership == "sigmoid",
+            SUM=first, PULL=second, BIAS=wants_bias, UPDATE=wants_update, STAGES=sweep.stages, num_warps=sweep.warps,
         )  # fmt: skip
 
     if split:
         sweeps(True, False)
-    if known.shape[1] and stream.serves(p, grad.dtype, grad.device):
-        known = known.sum(1)
-        return *stream.stream_pull(*given, known, form, weighted, wants_bias), made_update
-    sweeps(not known.shape[1], True)
-    return *made, made_update
+    sweeps(not split, True)
+    return dmembership, dgate, dtheta, dbias, update

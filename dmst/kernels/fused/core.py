@@ -20,7 +20,7 @@ def rounded(product):
 
     There a + b is taken by both of two threads, with their own product unrounded: two sums that may differ in the last bit, and
     both threads store theirs in one place (triton-lang/triton issue 7264; racecheck reports it). Not needed where a thread
-    holds several products of a sum, as in large tiles and in Gluon's layouts: it adds up its own first.
+    holds several products of a sum, as in large tiles: it adds up its own first.
     """
     return product + 0.0
 

@@ -5,8 +5,8 @@
                                                                                 of those that are arguments
 
 In plain eager calls the function itself runs: the dispatcher costs the host more than a launch. Everywhere else the operator
-does. torch.compile looks inside (`torch.library.triton_op`) and launches the kernels itself. What it cannot look into, Gluon
-and Triton's interpreter, is one node; there the same function, without its launches, tells the shapes.
+does. torch.compile looks inside (`torch.library.triton_op`) and launches the kernels itself. In Triton's interpreter, which it
+cannot look into, an operator is one node; there the same function, without its launches, tells the shapes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may have no memory to give to
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def op(*, mutates: Iterable[str] = (), gluon: bool = False) -> Callable[[Function], Function]:
+def op(*, mutates: Iterable[str] = ()) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
-        opaque = gluon or interpreted()
-        known: Any = (custom_op if opaque else triton_op)(f"dmst::{function.__name__}", function, mutates_args=mutates)
-        if opaque:
+        make = custom_op if interpreted() else triton_op
+        known: Any = make(f"dmst::{function.__name__}", function, mutates_args=mutates)
+        if interpreted():
             known.register_fake(function)
 
         @functools.wraps(function)

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst import rotary, tracing
+from dmst import rotary
 from dmst.kernels import closed_form, plan, reference
 from dmst.kernels.arithmetic import aligned, cast, wide
 from dmst.kernels.attempt import attempt
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import MEMBERSHIP, Form, Weights
-from dmst.kernels.fused import adjoint, energy, gate, hopper, long, moments, norm, score, score_adjoint
+from dmst.kernels.fused import adjoint, energy, gate, moments, norm, score, score_adjoint
 from dmst.kernels.fused.launch import Once
 
 F32 = torch.float32
@@ -41,7 +41,7 @@ class Around(NamedTuple):
 class Kept(NamedTuple):
     """For the backward pass; None where a layer has none."""
 
-    projected: Tensor | None = None  # (b, n, k p); where `_is_long`, each head's times its membership
+    projected: Tensor | None = None  # (b, n, k p)
     membership: Tensor | None = None  # (b, n, k)
     pooled: Tensor | None = None  # (b, k)
     gate: Tensor | None = None  # (b, k)
@@ -106,7 +106,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, *arguments: Any) -> Tensor:
         *tensors, form, step, eps, dtype = arguments
-        out, kept, ctx.is_long = _forward(z, _call(tensors, form, step, eps, dtype))
+        out, kept = _forward(z, _call(tensors, form, step, eps, dtype))
         ctx.rest = form, step, eps, dtype
         ctx.save_for_backward(z, *tensors, *(Kept() if form.save == "nothing" else kept))
         return out
@@ -117,7 +117,7 @@ class _Layer(torch.autograd.Function):
         tensors, kept = rest[: A + W + T], Kept(*rest[A + W + T :])
         wanted = ctx.needs_input_grad
         with torch.no_grad(), without_autocast(dout):
-            given = (dout, z, _call(tensors, *ctx.rest), kept, ctx.is_long)
+            given = (dout, z, _call(tensors, *ctx.rest), kept)
             grads = _backward(*given, wanted[0], wanted[1 : 1 + A], wanted[1 + A : 1 + A + W])
         if torch.is_grad_enabled():
             grads = Once.apply(len(grads), *grads, dout, z, *tensors)
@@ -127,28 +127,15 @@ class _Layer(torch.autograd.Function):
 # --- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _forward(z: Tensor, call: Call) -> tuple[Tensor, Kept, bool]:
-    """The output, what is kept, and whether that is of a long sample."""
+def _forward(z: Tensor, call: Call) -> tuple[Tensor, Kept]:
     return attempt(_fused_forward, _plain_forward, (z, call), z, _kind(z, call))
 
 
-def _fused_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept, bool]:
+def _fused_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept]:
     z = aligned(z)
-    kept, x, weight = _steps(z, call)
-    bias = cast(call.weights.out_bias, call.dtype)
-    residual, keep = (z, call.around.keep) if call.around.gamma is not None else (None, None)
-    is_long = weight.dim() == 3
-    if plan.ONTO and (is_long or _is_own(x, weight)):
-        return hopper.own_product(x, weight, bias, residual, keep, False), kept, is_long
-    out = _linear(x, weight, bias)
-    return (out if residual is None else _add(residual, out, keep)), kept, is_long
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """By our own product where that serves; it alone takes a weight for each sample."""
-    if weight.dim() == 3 or _is_own(x, weight):
-        return hopper.own_product(x, weight, bias, None, None, False)
-    return F.linear(x, weight, bias)
+    kept, update = _steps(z, call)
+    out = F.linear(update, _weight_out(call.weights).to(call.dtype), cast(call.weights.out_bias, call.dtype))
+    return (out if call.around.gamma is None else _add(z, out, call.around.keep)), kept
 
 
 def _add(z: Tensor, update: Tensor, keep: Tensor | None) -> Tensor:
@@ -156,21 +143,8 @@ def _add(z: Tensor, update: Tensor, keep: Tensor | None) -> Tensor:
     return torch.add(z, update) if keep is None else cast(torch.addcmul(z, keep, update), z.dtype)  # keep may be wider
 
 
-def _is_own(x: Tensor, weight: Tensor) -> bool:
-    """Whether our own product serves: on Hopper, where it is the faster one."""
-    return hopper.serves(x.device, x.dtype, weight.shape[-1], 16) and tracing.surely(plan.by_hand(x.shape[0] * x.shape[1]))
-
-
-def _is_long(z: Tensor, call: Call) -> bool:
-    """Whether the first product leaves pi s with its moments, in place of s, and each sample has an output weight."""
-    form, n, d = call.form, z.shape[1], call.weights.subspace.shape[-1]
-    learned = form.membership == "sigmoid" and form.mode != "proximal" and not form.uniform_moment
-    serves = learned and hopper.serves(z.device, call.dtype, d, d // form.num_heads)
-    return serves and plan.weighted(n, d, call.dtype)
-
-
-def _steps(z: Tensor, call: Call) -> tuple[Kept, Tensor, Tensor]:
-    """What there is to keep, and both sides of the output product."""
+def _steps(z: Tensor, call: Call) -> tuple[Kept, Tensor]:
+    """What there is to keep, and the update."""
     (gamma, beta, _), weights, form, dtype = call.around, call.weights, call.form, call.dtype
     text, n, assign, bias = form.text, z.shape[1], _flat(weights.assign), _flat(weights.assign_bias)
     how = (form.membership == "sigmoid", form.gate is not None)
@@ -186,20 +160,11 @@ def _steps(z: Tensor, call: Call) -> tuple[Kept, Tensor, Tensor]:
     if assign is None:
         scores = sums = None
     opened, pooled = (None, None) if form.gate is None or sums is None else gate.open_gate(sums, n, text)
-    weight_in, weight_out = weights.subspace.to(dtype), _weight_out(weights).to(dtype)
-    bias_in = cast(weights.subspace_bias, dtype)
-
-    normed = (None if gamma is None else y, mean, rstd)
-    if _is_long(z, call):
-        assert scores is not None
-        weighted, energies, mass = hopper.own_project(y, weight_in, bias_in, scores)
-        moment, divisor, folded = long.fold(energies, mass, opened, weight_out, n, text)
-        return Kept(weighted, scores, pooled, opened, moment, divisor, None, *normed), weighted, folded
-
-    projected = _linear(y, weight_in, bias_in)
+    projected = F.linear(y, weights.subspace.to(dtype), cast(weights.subspace_bias, dtype))
     membership, channel = _membership(projected, scores, weights, form)
     update, moment, divisor = moments.settle(projected, membership, opened, weights.theta, text)
-    return Kept(projected, membership, pooled, opened, moment, divisor, channel, *normed), update, weight_out
+    normed = (None if gamma is None else y, mean, rstd)
+    return Kept(projected, membership, pooled, opened, moment, divisor, channel, *normed), update
 
 
 def _membership(
@@ -229,12 +194,11 @@ Grads = tuple[Tensor | None, ...]
 
 
 def _backward(
-    dout: Tensor, z: Tensor, call: Call, kept: Kept, is_long: bool, wants_z: bool, around: Sequence[bool],
-    wanted: Sequence[bool],
-) -> Grads:  # fmt: skip
+    dout: Tensor, z: Tensor, call: Call, kept: Kept, wants_z: bool, around: Sequence[bool], wanted: Sequence[bool]
+) -> Grads:
     """The gradients of z, of what is around and of the weights, None where they are not wanted."""
     asked: Any = (wants_z, Around(*around), Weights(*wanted))  # type: ignore[arg-type]
-    dz, grads = attempt(_fused_backward, _plain_backward, (dout, z, call, kept, is_long, *asked), z, _kind(z, call))
+    dz, grads = attempt(_fused_backward, _plain_backward, (dout, z, call, kept, *asked), z, _kind(z, call))
     given = {**call.around._asdict(), **call.weights._asdict()}
     ask = dict(zip(given, (*around, *wanted), strict=True))
     return dz, *(_like(grads.get(name), x) if ask[name] else None for name, x in given.items())
@@ -248,14 +212,12 @@ def _like(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
 
 
 def _fused_backward(
-    dout: Tensor, z: Tensor, call: Call, kept: Kept, is_long: bool, wants_z: bool, around: Around, wanted: Weights
+    dout: Tensor, z: Tensor, call: Call, kept: Kept, wants_z: bool, around: Around, wanted: Weights
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     z, dout, (gamma, _, keep) = aligned(z), aligned(dout), call.around
     weights, form, dtype, text = call.weights, call.form, call.dtype, call.form.text
     if kept.projected is None:
-        kept, update, weight = _steps(z, call)
-        is_long = weight.dim() == 3
-        del update  # it takes as much room as z
+        kept = _steps(z, call)[0]  # the update, as large as z, is let go
     projected, membership, pooled, opened, moment, divisor, channel, y, mean, rstd = kept
     assert projected is not None and membership is not None and moment is not None and divisor is not None
     tokens = cast(z, dtype) if y is None else y
@@ -266,12 +228,6 @@ def _fused_backward(
 
     # the output product
     wants_out = bool(wanted.out or (wanted.subspace and weights.out is None))
-    dweight = total = None
-    if is_long and z.shape[0] <= plan.UNFOLDED:  # whatever is wanted: it decides no bit of the others
-        products = long.products(low, projected)
-        total = long.gather(products, weight_out, form.num_heads)
-        dweight = long.unfold(products, moment, opened, text) if wants_out else None
-        del products
     if wanted.out_bias:
         grads["out_bias"] = tokens_out.sum(0, dtype=F32)
 
@@ -279,11 +235,9 @@ def _fused_backward(
     flow = tokens_out @ weight_out  # G, then dS in its place
     wants_bias = bool(wanted.subspace_bias)
     now = wants_bias and form.membership != "energy"  # there the bias is summed in the next pass
-    given = (flow, projected, membership, moment, opened, divisor, weights.theta, total)
-    wants_update = wants_out and dweight is None
-    dscores, dgate, dtheta, dbias, update = adjoint.pull(*given, text, is_long, now, wants_update)
-    if wants_update:
-        dweight = tokens_out.mT @ update.flatten(0, 1)
+    given = (flow, projected, membership, moment, opened, divisor, weights.theta)
+    dscores, dgate, dtheta, dbias, update = adjoint.pull(*given, text, now, wants_out)
+    dweight = tokens_out.mT @ update.flatten(0, 1) if wants_out else None
     del update
     if form.membership == "energy":
         assert weights.temperature is not None and channel is not None
@@ -354,15 +308,15 @@ def _norm(z: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return torch.native_layer_norm(wide(z), z.shape[-1:], wide(gamma), wide(beta), call.eps)
 
 
-def _plain_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept, bool]:
+def _plain_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept]:
     """The backward pass of these keeps nothing: it begins with z."""
     y = z if call.around.gamma is None else _norm(z, call)[0]
     out = reference.attend(y, call.weights, call.form, grid=_grid(z, call), dtype=call.dtype)
-    return (out if call.around.gamma is None else _add(z.contiguous(), out, call.around.keep)), Kept(), False
+    return (out if call.around.gamma is None else _add(z.contiguous(), out, call.around.keep)), Kept()
 
 
 def _plain_backward(
-    dout: Tensor, z: Tensor, call: Call, kept: Kept, is_long: bool, wants_z: bool, around: Around, wanted: Weights
+    dout: Tensor, z: Tensor, call: Call, kept: Kept, wants_z: bool, around: Around, wanted: Weights
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     weights, form, dtype, grid = call.weights, call.form, call.dtype, _grid(z, call)
     gamma, beta, keep = call.around

@@ -2,7 +2,6 @@
 
     energy_ki = sum_n pi_nk s_nki^2        mass_k = sum_n pi_nk        T = energy/(mass + delta)     (uniform: pi = 1, mass = n)
     update_nki = f(pi_nk, c_ki) s_nki      with f and c of `core`, in the dtype of s
-    weighted   s' = pi s is kept: update = c s'
 
 Where there are many samples a program takes a whole one, and finds its tokens in the cache the second time. Otherwise the
 tokens of a sample are split over programs; each leaves one row of partial sums, and `finish_kernel` adds them up in order.
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from dmst.kernels import plan
 from dmst.kernels.form import Form
-from dmst.kernels.fused import resident
 from dmst.kernels.fused.core import MODES, PROXIMAL, attenuation, factor, gate_of_heads, head_block, tile, weigh
 from dmst.kernels.fused.launch import launch, op
 from dmst.kernels.plan import over, power_of_two
@@ -83,7 +81,7 @@ def moments_kernel(
 def update_kernel(
     s_ptr, membership_ptr, moment_ptr, gate_ptr, theta_ptr, out_ptr, n, span,
     sign: tl.constexpr, K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    MODE: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, STAGES: tl.constexpr,
+    MODE: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
@@ -95,34 +93,21 @@ def update_kernel(
     for first in tl.range(split * span, stop, TOKENS, num_stages=STAGES):
         at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
         s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            update = c[None] * s
-        else:
-            pi = tl.load(membership_ptr + place, mask=some, other=0.0)
-            update = weigh(pi[:, :, None], c[None], MODE) * s
+        pi = tl.load(membership_ptr + place, mask=some, other=0.0)
+        update = weigh(pi[:, :, None], c[None], MODE) * s
         tl.store(out_ptr + at, update.to(out_ptr.dtype.element_ty), mask=real)
 
 
 @triton.jit
 def finish_kernel(
-    energy_ptr, mass_ptr, moment_ptr, divisor_ptr, gate_ptr, weight_ptr, folded_ptr,
-    n, splits, weight_row, weight_column,
-    delta: tl.constexpr, sign: tl.constexpr,
-    D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-    SPAN: tl.constexpr, UNIFORM: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr, FOLD: tl.constexpr,
-    MODE: tl.constexpr,
+    energy_ptr, mass_ptr, moment_ptr, divisor_ptr, n, splits,
+    delta: tl.constexpr, K: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    UNIFORM: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sample: partial sums, `PARTS` at a time, to T and its divisor; with `FOLD` `SPAN` rows of its columns of
-    W_b (b, D, K P).
-    """
+    """One head of one sample: partial sums, `PARTS` at a time, to T and its divisor."""
     sample, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, WIDTH)
     inside = channel < P
-    if FOLD:  # all that can be is asked for before the sums are waited for
-        gate = tl.load(gate_ptr + sample * K + which) if GATED else 1.0
-        row, last = tl.program_id(2) * SPAN + tl.arange(0, ROWS), tl.minimum((tl.program_id(2) + 1) * SPAN, D)
-        weight_ptr += (which * P + channel[None, :]) * weight_column
-        w = tl.load(weight_ptr + row[:, None] * weight_row, mask=(row[:, None] < last) & inside[None, :], other=0.0)
     energy = tl.zeros((PARTS, WIDTH), tl.float32)
     mass = tl.zeros((PARTS,), tl.float32)
     for first in range(0, splits, PARTS):
@@ -137,14 +122,6 @@ def finish_kernel(
     moment = tl.sum(energy, 0) / divisor
     tl.store(moment_ptr + (sample * K + which) * P + channel, moment, mask=inside)
     tl.store(divisor_ptr + sample * K + which, divisor)
-    if FOLD:
-        c = factor(attenuation(moment, gate), gate, 1.0, sign, MODE)
-        for _ in range(0, SPAN, ROWS):
-            at = (sample * D + row[:, None]) * (K * P) + which * P + channel[None, :]
-            here = (w.to(tl.float32) * c[None, :]).to(folded_ptr.dtype.element_ty)
-            tl.store(folded_ptr + at, here, mask=(row[:, None] < last) & inside[None, :])
-            row += ROWS
-            w = tl.load(weight_ptr + row[:, None] * weight_row, mask=(row[:, None] < last) & inside[None, :], other=0.0)
 
 
 @op()
@@ -154,13 +131,10 @@ def settle(
     """Of projected (b, n, k p) and membership (b, n, k): update (b, n, k p), T (b, k, p) and its divisor (b, k)."""
     told, (b, n, d) = Form.read(form), projected.shape
     k, p = told.num_heads, d // told.num_heads
-    whole = plan.whole(b, n, k, p)
-    if whole is not None and resident.fits(n, d, p, projected.dtype, projected.device):
-        return resident.resident_settle(projected, membership, gate, theta, form)
-    sweep = whole or plan.sweep(b, n, k, p)
+    sweep = plan.whole(b, n, k, p) or plan.sweep(b, n, k, p)
     if sweep.splits > 1:
-        moment, divisor, _ = finish(*sums(projected, membership, None, told, sweep), gate, None, n, told)
-        return update(projected, membership, moment, gate, theta, form, False), moment, divisor
+        moment, divisor = finish(*sums(projected, membership, None, told, sweep), n, told)
+        return update(projected, membership, moment, gate, theta, form), moment, divisor
     made = torch.empty_like(projected)
     moment, divisor = sums(projected, membership, None, told, sweep, (gate, theta, made))
     return made, moment.squeeze(1), divisor.squeeze(1)
@@ -187,31 +161,23 @@ def sums(
     return energy, mass
 
 
-def finish(
-    energy: Tensor, mass: Tensor, gate: Tensor | None, weight: Tensor | None, n: int, form: Form
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """T, its divisor, and from an output weight (d, k p) that of each sample (b, d, k p)."""
+def finish(energy: Tensor, mass: Tensor, n: int, form: Form) -> tuple[Tensor, Tensor]:
+    """T (b, k, p) and its divisor (b, k)."""
     b, splits, k, p = energy.shape
-    d, width = k * p, power_of_two(p)
+    width = power_of_two(p)
     moment = torch.empty(b, k, p, device=energy.device, dtype=F32)
     divisor = torch.empty(b, k, device=energy.device, dtype=F32)
-    folded = None if weight is None else torch.empty(b, d, d, device=energy.device, dtype=weight.dtype)
     parts = min(16384 // width, next((parts for parts in (16, 64) if splits <= parts), 256))  # 128 numbers a thread
-    span = over(over(d, 64), min(over(d, 64), over(plan.PROGRAMS, b * k))) * 64  # few samples: each adds up for itself
-    along = (0, 0) if weight is None else weight.stride()
     launch(
-        finish_kernel, (b, k, 1 if weight is None else over(d, span)),
-        energy, mass, moment, divisor, gate, weight, folded, n, splits, *along,
-        delta=form.delta, sign=form.sign,
-        D=d, K=k, P=p, WIDTH=width, PARTS=parts, ROWS=64, SPAN=span, UNIFORM=form.uniform_moment, DELTA=bool(form.delta),
-        GATED=gate is not None, FOLD=weight is not None, MODE=MODES[form.mode], num_warps=4,
+        finish_kernel, (b, k), energy, mass, moment, divisor, n, splits,
+        delta=form.delta, K=k, P=p, WIDTH=width, PARTS=parts, UNIFORM=form.uniform_moment, DELTA=bool(form.delta), num_warps=4,
     )  # fmt: skip
-    return moment, divisor, folded
+    return moment, divisor
 
 
 @op()
 def update(
-    projected: Tensor, membership: Tensor, moment: Tensor, gate: Tensor | None, theta: Tensor | None, form: str, weighted: bool
+    projected: Tensor, membership: Tensor, moment: Tensor, gate: Tensor | None, theta: Tensor | None, form: str
 ) -> Tensor:
     told, (b, n, d) = Form.read(form), projected.shape
     k = told.num_heads
@@ -220,6 +186,6 @@ def update(
         update_kernel, (b, sweep.splits, over(k, sweep.heads)),
         projected, membership, moment, gate, theta, out, n, sweep.span,
         sign=told.sign, K=k, P=d // k, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
-        MODE=MODES[told.mode], GATED=gate is not None, WEIGHTED=weighted, STAGES=sweep.stages, num_warps=sweep.warps,
+        MODE=MODES[told.mode], GATED=gate is not None, STAGES=sweep.stages, num_warps=sweep.warps,
     )  # fmt: skip
     return out

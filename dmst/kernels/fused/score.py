@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dmst.kernels import plan
-from dmst.kernels.fused import by_position
 from dmst.kernels.fused.launch import flops, launch, op
 from dmst.kernels.fused.turn import fetch, four, kind, places, turn, turns, unpack, weight_pairs
 from dmst.kernels.plan import over
@@ -107,8 +106,6 @@ def score(
 ) -> tuple[Tensor, Tensor]:
     """pi or l of z (b, n, d), as (b, n, k); with `pooled` sums of l by tile, (b, tiles, k)."""
     (b, n, d), k = z.shape, assign.shape[0]
-    if plan.by_position(b, k, z.dtype, len(tables) > 0):
-        return by_position.score(z, assign, bias, tables, step, sigmoid, pooled)
     tile = plan.score(d)
     tiles = over(n, tile.tokens)
     out = torch.empty(b, n, k, device=z.device, dtype=torch.float32)

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dmst.kernels import plan
-from dmst.kernels.fused import by_position
 from dmst.kernels.fused.launch import flops, launch, op
 from dmst.kernels.fused.score import GROUP
 from dmst.kernels.fused.turn import beside, fetch, four, kind, places, turn, turns, unpack, weight_pairs
@@ -179,8 +178,6 @@ def into_tokens(
 def into_assign(z: Tensor, dscores: Tensor, dpooled: Tensor | None, tables: list[Tensor], step: int) -> Tensor:
     """Partial sums (rows, k, d) of the gradient of `assign`."""
     (b, n, d), k = z.shape, dscores.shape[-1]
-    if plan.by_position(b, k, z.dtype, len(tables) > 0):
-        return by_position.into_assign(z, dscores, dpooled, tables, step)
     tile = plan.into_assign(d)
     tiles = over(n, tile.tokens)
     run = over(b * tiles, plan.ASSIGN_PROGRAMS)
