@@ -1,7 +1,6 @@
 """Images per second and memory of whole networks. Device: CUDA if there is one, else the CPU.
 
     python benchmarks/models.py [--only dmst_small vit_small:dmsa timm:vit_small_patch16_224] [--sizes 224 512] [--modes eager]
-                                [--off RESIDENT LONG]
 
 A network is NAME[:OPERATOR] of the zoo (`dmst models`), fresh weights, or timm:NAME where timm is installed. Modes:
 
@@ -10,7 +9,6 @@ A network is NAME[:OPERATOR] of the zoo (`dmst models`), fresh weights, or timm:
     recorded    torch.compile(mode="reduce-overhead"), which replays CUDA graphs; it holds its memory, so no peak is told
     graph       inference by CUDA-graph replay, training as eager
 
-`--off` switches mechanisms of the kernels off, as `dmst/kernels/plan.py` names them; PRODUCT is our own product.
 Training is forward, cross entropy and backward, without an optimizer. The batch shrinks as images grow. Parity, for networks of
 ours: logits and every gradient of the timed calls may be three times as far from a wider type (float32 for 16-bit autocast,
 float64 for float32) as the plain steps in the dtype that is timed.
@@ -21,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,13 +29,12 @@ from measure import Call, Results
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst.kernels import plan, reference, use_kernels, without_autocast
+from dmst.kernels import reference, use_kernels, without_autocast
 from dmst.models.zoo import create_model
 from dmst.operators.family import TokenStatistics
 
 TIMM = ["timm:vit_small_patch16_224", "timm:xcit_small_12_p16_224"]
 NETWORKS = ["vit_small", "vit_small:dmsa", "dmst_small", "gmst_small", "tost_small", *TIMM]
-SWITCHES = ["STEPS", "ONTO", "BY_POSITION", "RESIDENT", "STREAM", "LONG", "PRODUCT"]
 MODES = {  # timer of inference, timer of training, mode of torch.compile
     "eager": ("queued", "queued", ""),
     "compiled": ("queued", "queued", "default"),
@@ -209,16 +205,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="default: 256 at 224 pixels, fewer for larger images (CPU: 4)")
     parser.add_argument("--modes", nargs="+", default=modes, choices=list(MODES))
     parser.add_argument("--dtype", default="bfloat16" if device.type == "cuda" else "float32", choices=list(measure.DTYPES))
-    parser.add_argument("--off", nargs="+", default=[], choices=SWITCHES)
     ask = parser.parse_args()
-    for name in ask.off:
-        setattr(plan, *(("BY_HAND", math.inf) if name == "PRODUCT" else (name, False)))
-    rows = measure.Rows("models", ask, ("mode", "pixels", "B", "what", "dtype", "off"))
+    rows = measure.Rows("models", ask, ("mode", "pixels", "B", "what", "dtype"))
     for pixels, mode, what in itertools.product(ask.sizes, ask.modes, ask.only):
         if rows.late():
             break
         row = {"what": what, "mode": mode, "B": ask.batch or batch_of(pixels, device), "pixels": pixels, "dtype": ask.dtype}
-        row["off"] = " ".join(ask.off)
         with measure.attempting(row), use_kernels("auto"):
             fill_row(row, device, measure.DTYPES[ask.dtype])
         rows.add(row)

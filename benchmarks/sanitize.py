@@ -5,11 +5,11 @@
 
     eager     the layer, forward and backward, on the default stream
     stream    the same on a stream of its own, where CUDA graphs are recorded
-    step      a block's residual step with all that can be around it, by our own products where they serve
+    step      a block's residual step with all that can be around it
     hidden    the hidden channels of an MLP, forward alone
 
-`--part 1/4` takes every fourth shape from the first on, for several processes. Two kinds of race are not about our memory
-(docs/kernels.md): kernels of the library (nvjet), and lines of `warp_specialize`, whose byte tells a group of warps what to do.
+`--part 1/4` takes every fourth shape from the first on, for several processes. Races in kernels of the library (nvjet) are not
+about our memory (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import dmst
-from dmst.kernels import plan, step
-from dmst.kernels.fused import hopper
+from dmst.kernels import step
+from dmst.kernels.fused.product import linear_gelu
 
 # samples, tokens, width, heads; odd ones, one token, short and long samples, narrow and wide heads
 SHAPES = [
@@ -49,9 +49,9 @@ def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype)
     layer = layer_of(form, d, k, dtype)
     z = torch.randn(b, n, d, device="cuda", dtype=dtype, requires_grad=True)
     if way == "hidden":
-        if hopper.serves(z.device, dtype, d, 16):
+        if dtype.itemsize == 2 and d % 16 == 0:
             weight, bias = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((2 * d + 64, d), (2 * d + 64,)))
-            assert torch.isfinite(hopper.own_product(z.detach(), weight, bias, None, None, True)).all()
+            assert torch.isfinite(linear_gelu(z.detach(), weight, bias)).all()
     elif way == "step":
         norm = (torch.ones(d, device="cuda", dtype=dtype), torch.zeros(d, device="cuda", dtype=dtype), 1e-6)
         keep = torch.rand(b, 1, 1, device="cuda").round() * 2
@@ -73,9 +73,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/sanitize.py needs a CUDA device.")
     part, parts = map(int, ask.part.split("/"))
-    usual = plan.BY_HAND
     for way in ask.ways:
-        plan.BY_HAND = 0 if way == "step" else usual
         for number in range(part - 1, len(SHAPES), parts):
             b, n, d, k = SHAPES[number]
             wide = number % 4 == 3 or (way == "step" and number % 2 == 0)
