@@ -3,7 +3,7 @@
 #
 #     DMST_COMMIT=abc1234 benchmarks/everything.sh check OUT     GPU tests, sanitizer
 #     DMST_COMMIT=abc1234 benchmarks/everything.sh models OUT    nothing else runs: whole networks
-#     DMST_COMMIT=abc1234 benchmarks/everything.sh layers OUT    the same: layers, blocks, a million tokens
+#     DMST_COMMIT=abc1234 benchmarks/everything.sh layers OUT    the same: layers, a million tokens
 set -uo pipefail
 case "${1:-}" in check | models | layers) stage=$1 ;; *) echo "usage: $0 check|models|layers OUT" >&2 && exit 2 ;; esac
 mkdir -p "${2:?usage: $0 check|models|layers OUT}"
@@ -35,10 +35,9 @@ models)
   cat "$logs"/{models,more}
   ;;
 layers)
-  limited 120 block python3 benchmarks/block.py --shapes 256x197 64x1024 4x16384 --streams float32 --json "$out/block.json"
-  limited 60 tokens python3 benchmarks/operators.py --json "$out/tokens.json" --only dmsa --modes graph eager \
+  limited 90 tokens python3 benchmarks/operators.py --json "$out/tokens.json" --only dmsa gmsa --modes graph eager \
     --shapes 1x65536 1x131072 1x262144 1x524288 1x1048576
-  limited 300 operators python3 benchmarks/operators.py --json "$out/operators.json" --limit 280
-  cat "$logs"/{block,tokens,operators}
+  limited 400 operators python3 benchmarks/operators.py --json "$out/operators.json" --limit 380
+  cat "$logs"/{tokens,operators}
   ;;
 esac

@@ -1,6 +1,7 @@
 """Images per second and memory of whole networks. Device: CUDA if there is one, else the CPU.
 
     python benchmarks/models.py [--only dmst_small vit_small:dmsa timm:vit_small_patch16_224] [--sizes 224 512] [--modes eager]
+                                [--kernels reference]
 
 A network is NAME[:OPERATOR] of the zoo (`dmst models`), fresh weights, or timm:NAME where timm is installed. Modes:
 
@@ -9,9 +10,10 @@ A network is NAME[:OPERATOR] of the zoo (`dmst models`), fresh weights, or timm:
     recorded    torch.compile(mode="reduce-overhead"), which replays CUDA graphs; it holds its memory, so no peak is told
     graph       inference by CUDA-graph replay, training as eager
 
-Training is forward, cross entropy and backward, without an optimizer. The batch shrinks as images grow. Parity, for networks of
-ours: logits and every gradient of the timed calls may be three times as far from a wider type (float32 for 16-bit autocast,
-float64 for float32) as the plain steps in the dtype that is timed.
+`--kernels reference` leaves our kernels out, which says what they are worth. Training is forward, cross entropy and backward,
+without an optimizer. The batch shrinks as images grow. Parity, for networks of ours: logits and every gradient of the timed
+calls may be three times as far from a wider type (float32 for 16-bit autocast, float64 for float32) as the plain steps in the
+dtype that is timed.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst.kernels import reference, use_kernels, without_autocast
+from dmst.kernels.choice import CHOICES
 from dmst.models.zoo import create_model
 from dmst.operators.family import TokenStatistics
 
@@ -205,13 +208,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="default: 256 at 224 pixels, fewer for larger images (CPU: 4)")
     parser.add_argument("--modes", nargs="+", default=modes, choices=list(MODES))
     parser.add_argument("--dtype", default="bfloat16" if device.type == "cuda" else "float32", choices=list(measure.DTYPES))
+    parser.add_argument("--kernels", default="auto", choices=CHOICES)
     ask = parser.parse_args()
-    rows = measure.Rows("models", ask, ("mode", "pixels", "B", "what", "dtype"))
+    rows = measure.Rows("models", ask, ("mode", "pixels", "B", "what", "dtype", "kernels"))
     for pixels, mode, what in itertools.product(ask.sizes, ask.modes, ask.only):
         if rows.late():
             break
         row = {"what": what, "mode": mode, "B": ask.batch or batch_of(pixels, device), "pixels": pixels, "dtype": ask.dtype}
-        with measure.attempting(row), use_kernels("auto"):
+        row["kernels"] = ask.kernels
+        with measure.attempting(row), use_kernels(ask.kernels):
             fill_row(row, device, measure.DTYPES[ask.dtype])
         rows.add(row)
     measure.show(rows.rows, ("pixels", "B", "mode"), ("what",), ("inference", "training", "peak_mb"), "vit_small")

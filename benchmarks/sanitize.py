@@ -1,11 +1,10 @@
 """The fused kernels on 20 shapes, for NVIDIA's sanitizer to watch. It prints a line per shape.
 
-    compute-sanitizer --tool memcheck  python benchmarks/sanitize.py [--ways eager stream step hidden] [--part 1/4]
+    compute-sanitizer --tool memcheck  python benchmarks/sanitize.py [--ways eager stream hidden] [--part 1/4]
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py
 
     eager     the layer, forward and backward, on the default stream
     stream    the same on a stream of its own, where CUDA graphs are recorded
-    step      a block's residual step with all that can be around it
     hidden    the hidden channels of an MLP, forward alone
 
 `--part 1/4` takes every fourth shape from the first on, for several processes. Races in kernels of the library (nvjet) are not
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 import dmst
-from dmst.kernels import step
 from dmst.kernels.fused.product import linear_gelu
 
 # samples, tokens, width, heads; odd ones, one token, short and long samples, narrow and wide heads
@@ -30,8 +28,8 @@ SHAPES = [
     (1, 300, 256, 2), (2, 255, 384, 6), (130, 5, 384, 8), (1, 512, 128, 1), (2, 65, 768, 12), (1, 131, 1024, 8),
     (9, 100, 72, 9),
 ]  # fmt: skip
-FORMS = ("dmsa:listing", "dmsa:proximal", "tssa")
-WAYS = ("eager", "stream", "step", "hidden")
+FORMS = ("dmsa:listing", "gmsa:listing", "dmsa:proximal", "tssa", "gmsa:proximal")
+WAYS = ("eager", "stream", "hidden")
 
 
 def layer_of(form: str, d: int, k: int, dtype: torch.dtype, **options: int | None) -> torch.nn.Module:
@@ -46,18 +44,12 @@ def backward(out: Tensor, z: Tensor) -> None:
 
 
 def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype) -> None:
-    layer = layer_of(form, d, k, dtype)
+    layer = layer_of(form, d, k, dtype, **({"groups": min(n, 16)} if form.startswith("gmsa") else {}))
     z = torch.randn(b, n, d, device="cuda", dtype=dtype, requires_grad=True)
     if way == "hidden":
         if dtype.itemsize == 2 and d % 16 == 0:
             weight, bias = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((2 * d + 64, d), (2 * d + 64,)))
             assert torch.isfinite(linear_gelu(z.detach(), weight, bias)).all()
-    elif way == "step":
-        norm = (torch.ones(d, device="cuda", dtype=dtype), torch.zeros(d, device="cuda", dtype=dtype), 1e-6)
-        keep = torch.rand(b, 1, 1, device="cuda").round() * 2
-        scale = torch.full((d,), 0.5, device="cuda", dtype=dtype, requires_grad=True)
-        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32 and d % 16 == 0):
-            backward(step.residual_step(z, *norm, layer.weights(), layer.form, scale=scale, keep=keep), z)
     else:
         side = torch.cuda.Stream() if way == "stream" else torch.cuda.current_stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -76,8 +68,7 @@ def main() -> None:
     for way in ask.ways:
         for number in range(part - 1, len(SHAPES), parts):
             b, n, d, k = SHAPES[number]
-            wide = number % 4 == 3 or (way == "step" and number % 2 == 0)
-            form, dtype = FORMS[number % len(FORMS)], torch.float32 if wide else torch.bfloat16
+            form, dtype = FORMS[number % len(FORMS)], torch.float32 if number % 4 == 3 else torch.bfloat16
             print(f"{way}, {number + 1} of {len(SHAPES)}: {b} x {n} x {d}, {k} heads, {form}, {dtype}", flush=True)
             with dmst.use_kernels("fused"):
                 run(way, form, b, n, d, k, dtype)

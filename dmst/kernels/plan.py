@@ -1,25 +1,81 @@
-"""How the fused layer is cut into programs: a function of the shape, so that equal shapes give equal bits.
+"""How the fused layers are cut into programs: a function of the shape, so that equal shapes give equal bits.
 
-Chosen by times on one H200 in bfloat16 at width 384 with 8 heads (docs/kernels.md); other widths follow unmeasured. Nothing is
-tuned at run time.
+Tiles are rows of one table, by compute capability, width and dtype. What the table does not have takes the nearest width of the
+same capability and dtype, else `USUAL`. To fill it for another GPU: `python benchmarks/tune.py` times the candidates and prints
+rows to paste here. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 
-STEP = 32  # tokens in one rotary step: a tile of the score kernels lies within one
+STEP = 32  # tokens in one rotary step: a tile that lies within one reads little of the tables
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
-ASSIGN_PROGRAMS = 132  # rows of partial sums for the gradient of `assign`
-BY_HAND = 16384  # rows from which our own product serves
-NORM_PROGRAMS = 4224  # rows of partial sums for the gradients of a norm's weights
+WEIGHT_PROGRAMS = 264  # that sum up gradients of weights
+GELU_ROWS = 16384  # from which our own product of an MLP serves
 MOST_HEADS = 64
 MOST_KEYS = 64  # of GMSA: channels of a key
 MOST_MEANS = 2048  # and groups times channels, both padded: what 99 KiB of shared memory hold
 WIDEST = 128  # channels of one head
-WIDEST_NORM = 1024  # channels of a token that registers hold
+
+
+class Cut(NamedTuple):
+    """The tile of a kernel; what it does not have is 0."""
+
+    tokens: int
+    channels: int  # of a token; in `settle` and `adjoint` all that a program has, of whole heads
+    columns: int  # of keys, of hidden channels
+    warps: int
+    stages: int  # of a loop whose loads run ahead
+
+
+Row = dict[str, Cut]
+USUAL: Row = {  # "keys": the same kernel with GMSA's keys
+    "front": Cut(32, 64, 0, 4, 1),
+    "front keys": Cut(64, 64, 128, 8, 1),
+    "into_tokens": Cut(32, 64, 0, 4, 1),
+    "into_tokens keys": Cut(64, 64, 64, 4, 1),
+    "into_weights": Cut(32, 64, 0, 4, 1),
+    "into_weights keys": Cut(32, 64, 128, 8, 1),
+    "settle": Cut(32, 64, 0, 4, 2),
+    "adjoint": Cut(16, 64, 0, 4, 2),
+    "groups": Cut(64, 0, 0, 4, 1),
+    "groups back": Cut(32, 0, 0, 4, 1),
+    "product": Cut(128, 64, 128, 8, 3),
+}
+TABLE: dict[tuple[tuple[int, int], int, torch.dtype], Row] = {
+    ((9, 0), 384, torch.bfloat16): USUAL,
+}
+
+
+@functools.cache
+def capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def cut(kernel: str, width: int, dtype: torch.dtype, columns: int = 0) -> Cut:
+    """The tile of a kernel, no larger than what there is to cut."""
+    near = [key for key in TABLE if key[0] == capability() and key[2] == dtype]
+    row = TABLE[min(near, key=lambda key: abs(key[1] - width))] if near else USUAL
+    made = row[kernel]
+    return made._replace(channels=_within(made.channels, width), columns=_within(made.columns, columns))
+
+
+def _within(size: int, least: int) -> int:
+    """A tile of at most `size`; products of matrices want 16."""
+    return max(16, min(size, power_of_two(least)))
+
+
+def over(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return (a + b - 1) // b
+
+
+def power_of_two(x: int) -> int:
+    return 1 << max(x - 1, 0).bit_length()
 
 
 class Sweep(NamedTuple):
@@ -34,78 +90,12 @@ class Sweep(NamedTuple):
     stages: int
 
 
-def over(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return (a + b - 1) // b
-
-
-def power_of_two(x: int) -> int:
-    return 1 << max(x - 1, 0).bit_length()
-
-
-def sweep(b: int, n: int, k: int, p: int) -> Sweep:
-    width = power_of_two(p)
-    heads = max(1, min(power_of_two(k), 256 // width))
-    tokens = max(1, 2048 // (heads * width))
-    splits = max(1, min(over(PROGRAMS, b * over(k, heads)), over(n, max(tokens, 64))))
-    span = over(over(n, splits), tokens) * tokens
-    return Sweep(heads, width, tokens, over(n, span), span, warps=4, stages=3)
-
-
-def whole(b: int, n: int, k: int, p: int) -> Sweep | None:
-    """Each sample in one program for its heads, twice over its tokens; None where there are too few samples for that."""
-    width = power_of_two(p)
-    for columns, least in ((256, PROGRAMS), (128, PROGRAMS // 2)):
-        heads = max(1, min(power_of_two(k), columns // width))
-        if b * over(k, heads) >= least:
-            tokens = max(1, 8192 // (heads * width))
-            return Sweep(heads, width, tokens, 1, over(n, tokens) * tokens, warps=4, stages=3)
-    return None
-
-
-class Tile(NamedTuple):
-    """Of tokens and channels, for the kernels of the scores: a thread has eight neighbouring channels of a few tokens."""
-
-    tokens: int
-    channels: int
-    warps: int
-
-
-def score(d: int) -> Tile:
-    return Tile(32, min(64, max(8, power_of_two(d))), 2)
-
-
-def into_tokens(d: int) -> Tile:
-    return Tile(16, min(128, max(8, power_of_two(d))), 4)
-
-
-def into_assign(d: int) -> Tile:
-    return Tile(16, min(32, max(8, power_of_two(d))), 1)
-
-
-def norm(d: int) -> Tile:
-    """Rows of all channels, in chunks: at most 64 numbers a thread."""
-    return Tile(4 if d <= 512 else 2, _chunk(d), 1)
-
-
-def norm_adjoint(d: int) -> Tile:
-    """A row at a time: a program keeps two sums for each of its channels."""
-    return Tile(1, _chunk(d), 1)
-
-
-def _chunk(d: int) -> int:
-    """Channels; 64 where chunks of 128 would leave the last one half empty."""
-    return 64 if d % 128 == 64 and d <= 512 else min(128, max(8, power_of_two(d)))
-
-
-def step(d: int, dtype: torch.dtype) -> bool:
-    """Whether a block takes its residual step in one. float16 has no room for an output weight times a small LayerScale."""
-    return d <= WIDEST_NORM and dtype != torch.float16
-
-
-def by_hand(rows: int) -> bool:
-    """Whether our own product is the faster one."""
-    return rows >= BY_HAND
+def sweep(kernel: str, b: int, n: int, k: int, p: int, dtype: torch.dtype) -> Sweep:
+    """With enough samples and heads a program takes all tokens of its own, else they are split."""
+    tile, width = cut(kernel, k * p, dtype), power_of_two(p)
+    heads = max(1, min(power_of_two(k), tile.channels // width))
+    tokens = max(1, tile.tokens * tile.channels // (heads * width))
+    return Sweep(heads, width, tokens, *_split(b * over(k, heads), n, tokens), tile.warps, tile.stages)
 
 
 class Split(NamedTuple):
@@ -115,12 +105,18 @@ class Split(NamedTuple):
     splits: int  # programs along the tokens
     span: int  # tokens of one of them
     warps: int
+    stages: int
 
 
-def groups(rows: int, n: int, p: int, g: int, backward: bool = False) -> Split:
-    """`rows`: images times heads. On the way back a tile has six tensors in registers, which spill if they are large."""
-    widest = power_of_two(max(p, g))
-    tokens = 64 if not backward or widest <= 32 else 2048 // max(widest, 64)
+def groups(kernel: str, rows: int, n: int, d: int, p: int, g: int, dtype: torch.dtype) -> Split:
+    """`rows`: images times heads. Fewer tokens where heads or groups are large: a tile is in registers."""
+    tile, widest = cut(kernel, d, dtype), power_of_two(max(p, g, 64))
+    tokens = max(16, tile.tokens * 64 // widest)
+    return Split(tokens, *_split(rows, n, tokens), tile.warps, tile.stages)
+
+
+def _split(rows: int, n: int, tokens: int) -> tuple[int, int]:
+    """Programs along n tokens, and the tokens of one."""
     splits = 1 if rows >= PROGRAMS // 2 else max(1, min(over(PROGRAMS, rows), over(n, 4 * tokens)))
     span = over(over(n, splits), tokens) * tokens
-    return Split(tokens, over(n, span), span, warps=4)
+    return over(n, span), span

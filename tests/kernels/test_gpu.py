@@ -22,9 +22,8 @@ from dmst.errors import ShapeError
 from dmst.kernels import Weights, choice, reference
 from dmst.operators import DMSA, Spatial
 from tests.cases import VARIANTS, build, gradients, label, relative, tokens
-from tests.kernels import test_residual_step as residual
+from tests.kernels.test_compiler import block_of
 from tests.kernels.test_parity import check_isolation, check_wanted
-from tests.kernels.test_residual_step import draw_step
 from tests.parity import (
     BARS,
     BF16,
@@ -175,15 +174,6 @@ def test_what_is_wanted_decides_no_bit_of_the_rest(shape: tuple, dtype: torch.dt
     check_wanted(stored(draw(BIASED, shape, dtype), dtype), dtype)
 
 
-@pytest.mark.parametrize("shape", [(256, 197, 384, 8), (3, 896, 384, 8)], ids=str)
-@pytest.mark.parametrize("case", [LISTING, EQUATION, PROXIMAL, TSSA], ids=label)
-def test_the_residual_step(case: tuple, shape: tuple) -> None:
-    made = draw_step(case, shape, BF16)
-    found = residual.fused(made, BF16)
-    residual.check(found, made, BF16)
-    same_bits(residual.fused(made, BF16), found)
-
-
 # --- the hidden channels of an MLP ------------------------------------------------------------------------------------
 
 
@@ -319,7 +309,7 @@ def test_reduce_overhead_with_new_inputs() -> None:
 def test_a_compiled_block() -> None:
     """With torch's own compiler, as far as the feed-forward is its work."""
     torch._dynamo.reset()
-    block = residual.block_of(dim=96, num_heads=2).train()
+    block = block_of(96, 2)
     z, grad = torch.randn(3, 196, 96, device=DEVICE), torch.randn(3, 196, 96, device=DEVICE)
     results = []
     for each in (block, torch.compile(block, fullgraph=True)):
@@ -362,18 +352,12 @@ def test_a_cuda_graph_with_new_inputs(case: tuple) -> None:
 
 
 @pytest.mark.parametrize("shape", [SHORT, (256, 197, 384, 8), (4, 768, 384, 8)], ids=str)
-def test_a_cuda_graph_takes_routes_of_its_own(shape: tuple) -> None:
-    """In bfloat16 a graph's kernels are others than those of an eager call."""
+def test_a_cuda_graph_of_working_sizes(shape: tuple) -> None:
     made = draw(LISTING, shape, BF16)
     graph, results = record(functools.partial(fused, stored(made, BF16), BF16))
     graph.replay()
     torch.cuda.synchronize()
     check(results, made, BF16)
-    step = draw_step(LISTING, shape, BF16)
-    graph, results = record(functools.partial(residual.fused, step, BF16))
-    graph.replay()
-    torch.cuda.synchronize()
-    residual.check(results, step, BF16)
 
 
 @pytest.mark.parametrize("n", [283, 5077])  # lengths of which no other test leaves rotary tables behind

@@ -150,7 +150,7 @@ def test_sizes(size: tuple) -> None:
 WAYS: dict[str, dict[str, Any]] = {
     "a sample is one program": {"PROGRAMS": 1},
     "a sample is many programs": {"PROGRAMS": 10**6},
-    "programs of the scores' adjoint take several tiles": {"ASSIGN_PROGRAMS": 3},
+    "programs of the scores' adjoint take several tiles": {"WEIGHT_PROGRAMS": 3},
 }
 
 
@@ -335,7 +335,8 @@ def test_gates_at_ties_and_at_zero(gate: str) -> None:
 def test_a_cap_on_tied_heads(heads: int) -> None:
     """All tied, four allowed: the four lowest indices are on, and only they are learned from."""
     made = draw(("dmsa", {"max_active_heads": 4}), (2, 3, 4 * heads, heads), excited=True)
-    made = made._replace(weights=made.weights._replace(assign=made.weights.assign[:1].expand(heads, -1)))
+    tied = torch.zeros(heads, 4 * heads, device=DEVICE).index_fill_(1, torch.tensor([3], device=DEVICE), 1.0)
+    made = made._replace(weights=made.weights._replace(assign=tied))  # one channel: no order of a sum can break the tie
     found = fused(made)
     check(found, made, like_plain=True)
     by_head = found["subspace"].unflatten(0, (heads, 4))

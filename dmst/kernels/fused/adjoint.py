@@ -141,7 +141,7 @@ def pull(
     """
     told, (b, n, d) = Form.read(form), projected.shape
     k, p = told.num_heads, d // told.num_heads
-    sweep = plan.sweep(b, n, k, p)
+    sweep = plan.sweep("adjoint", b, n, k, p, projected.dtype)
     split = sweep.splits > 1
     part = membership.new_empty(b if split else 0, sweep.splits, k, p)
     dmembership = torch.empty_like(membership)

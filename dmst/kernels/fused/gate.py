@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmst.kernels.form import Form
 from dmst.kernels.fused.launch import launch, op
 from dmst.kernels.plan import power_of_two
 
-GATES = {None: 0, "sparsemax": 1, "sigmoid": 2, "relu": 3, "gelu": 4, "uniform": 5}
+GATES = {"sparsemax": 1, "sigmoid": 2, "relu": 3, "gelu": 4, "uniform": 5}
 SPARSEMAX: tl.constexpr = tl.constexpr(1)
 SIGMOID: tl.constexpr = tl.constexpr(2)
 RELU: tl.constexpr = tl.constexpr(3)
@@ -111,27 +110,27 @@ def gate_adjoint_kernel(
 
 
 @op()
-def open_gate(sums: Tensor, n: int, form: str) -> tuple[Tensor, Tensor]:
-    """Gate and pooled scores (b, k), from sums (b, tiles, k) of the scores of n tokens."""
-    told, (b, tiles, k) = Form.read(form), sums.shape
+def open_gate(sums: Tensor, n: int, gate_name: str, scale: float, active: int) -> tuple[Tensor, Tensor]:
+    """Gate and pooled scores (b, k), from sums (b, tiles, k) of the scores of n tokens; `active`: heads at most, 0: all."""
+    b, tiles, k = sums.shape
     gate = torch.empty(b, k, device=sums.device, dtype=torch.float32)
     pooled = torch.empty_like(gate)
     rows = min(8192 // power_of_two(k), next((rows for rows in (16, 128) if tiles <= rows), 1024))
     launch(
         gate_kernel, (b,), sums, gate, pooled, n, tiles,
-        scale=told.gate_scale, K=k, ALL=power_of_two(k), GATE=GATES[told.gate], ACTIVE=told.max_active_heads or 0, ROWS=rows,
+        scale=scale, K=k, ALL=power_of_two(k), GATE=GATES[gate_name], ACTIVE=active, ROWS=rows,
         num_warps=1 if rows <= 128 else 4,
     )  # fmt: skip
     return gate, pooled
 
 
 @op()
-def gate_adjoint(dgate: Tensor, pooled: Tensor, n: int, form: str) -> Tensor:
+def gate_adjoint(dgate: Tensor, pooled: Tensor, n: int, gate_name: str, scale: float, active: int) -> Tensor:
     """What each token's scores get of dgate, (b, k)."""
-    told, (b, k) = Form.read(form), dgate.shape
+    b, k = dgate.shape
     dpooled = torch.empty_like(dgate)
     launch(
         gate_adjoint_kernel, (b,), dgate, pooled, dpooled, n,
-        scale=told.gate_scale, K=k, ALL=power_of_two(k), GATE=GATES[told.gate], ACTIVE=told.max_active_heads or 0, num_warps=1,
+        scale=scale, K=k, ALL=power_of_two(k), GATE=GATES[gate_name], ACTIVE=active, num_warps=1,
     )  # fmt: skip
     return dpooled

@@ -131,7 +131,7 @@ def settle(
     """Of projected (b, n, k p) and membership (b, n, k): update (b, n, k p), T (b, k, p) and its divisor (b, k)."""
     told, (b, n, d) = Form.read(form), projected.shape
     k, p = told.num_heads, d // told.num_heads
-    sweep = plan.whole(b, n, k, p) or plan.sweep(b, n, k, p)
+    sweep = plan.sweep("settle", b, n, k, p, projected.dtype)
     if sweep.splits > 1:
         moment, divisor = finish(*sums(projected, membership, None, told, sweep), n, told)
         return update(projected, membership, moment, gate, theta, form), moment, divisor
@@ -181,7 +181,7 @@ def update(
 ) -> Tensor:
     told, (b, n, d) = Form.read(form), projected.shape
     k = told.num_heads
-    sweep, out = plan.sweep(b, n, k, d // k), torch.empty_like(projected)
+    sweep, out = plan.sweep("settle", b, n, k, d // k, projected.dtype), torch.empty_like(projected)
     launch(
         update_kernel, (b, sweep.splits, over(k, sweep.heads)),
         projected, membership, moment, gate, theta, out, n, sweep.span,

@@ -1,0 +1,138 @@
+"""Times every tile of every kernel and prints rows for the table of `dmst/kernels/plan.py`. Needs a CUDA device.
+
+    python benchmarks/tune.py [--width 384] [--heads 8] [--shape 256x197] [--dtype bfloat16] [--only front settle] [--jobs 8]
+
+A candidate that does not compile or has no room on this GPU is left out. `--jobs` processes compile first, into Triton's cache;
+then one times, by CUDA-graph replay: a median in microseconds. A tile changes no result but the order of sums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import measure
+import torch
+from torch import Tensor
+
+from dmst import rotary
+from dmst.kernels import plan
+from dmst.kernels.plan import Cut
+from dmst.operators import DMSA
+
+HIDDEN, GROUPS, KEY = 4, 16, 16  # hidden channels over width; of GMSA
+
+
+def candidates(*choices: tuple[int, ...]) -> list[Cut]:
+    """Every combination of tokens, channels, columns, warps and stages."""
+    return [Cut(*made) for made in itertools.product(*choices)]
+
+
+CANDIDATES = {
+    "front": candidates((16, 32, 64), (64, 128), (0,), (2, 4, 8), (1, 2)),
+    "front keys": candidates((32, 64, 128), (32, 64), (64, 128), (4, 8), (1, 2)),
+    "into_tokens": candidates((16, 32, 64), (64, 128), (0,), (2, 4, 8), (1,)),
+    "into_tokens keys": candidates((32, 64, 128), (64, 128), (32, 64, 128), (4, 8), (1,)),
+    "into_weights": candidates((32, 64), (32, 64, 128), (0,), (2, 4, 8), (1,)),
+    "into_weights keys": candidates((32, 64, 128), (64, 128), (128,), (4, 8), (1,)),
+    "settle": candidates((8, 16, 32, 64), (64, 128, 256), (0,), (4, 8), (1, 3)),
+    "adjoint": candidates((8, 16, 32, 64), (64, 128, 256), (0,), (4, 8), (1, 3)),
+    "groups": candidates((32, 64, 128, 256), (0,), (0,), (4, 8), (1, 2, 3)),
+    "groups back": candidates((32, 64, 128), (0,), (0,), (4, 8), (1, 2, 3)),
+    "product": candidates((64, 128, 256), (64,), (128, 256), (4, 8), (3, 4)),
+}
+
+
+def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """A call of each kernel, on random numbers."""
+    from dmst.kernels.fused import adjoint, front, mixture, moments, product
+
+    chance = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int, like: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, device="cuda", generator=chance).to(like)
+
+    f32, text, q = torch.float32, DMSA(d, k).form.text, k * KEY
+    factors = rotary.factors("1d", d, n, None, step=plan.STEP, device=torch.device("cuda"), dtype=f32)
+    assert factors is not None
+    turn = ([*factors.far, *factors.near], factors.step)
+    z, other, narrow, keys = draw(b, n, d), draw(b, n, d), draw(b, n, k, like=f32), draw(b, n, q)
+    assign, key = draw(k, d, like=f32) / d**0.5, draw(q, d) / d**0.5
+    share, gate = draw(b, k, like=f32), draw(b, k, like=f32).square()
+    moment, divisor = draw(b, k, d // k, like=f32).square(), gate + 1
+    hidden, bias = draw(HIDDEN * d, d) / d**0.5, draw(HIDDEN * d)
+    how = (k, [GROUPS, 1, n, 1, GROUPS], KEY**-0.5, 0)
+    pi = narrow.sigmoid()
+    return {
+        "front": lambda: front.front(z, *turn, assign, None, None, None, True, True),
+        "front keys": lambda: front.front(z, *turn, assign, None, key, None, False, True),
+        "into_tokens": lambda: front.into_tokens(z, narrow, share, assign, None, None, *turn),
+        "into_tokens keys": lambda: front.into_tokens(z, None, share, assign, keys, key, *turn),
+        "into_weights": lambda: front.into_weights(z, narrow, share, None, *turn),
+        "into_weights keys": lambda: front.into_weights(z, None, share, keys, *turn),
+        "settle": lambda: moments.settle(z, pi, gate, None, text),
+        "adjoint": lambda: adjoint.pull(other, z, pi, moment, gate, divisor, None, text, False, True),
+        "groups": lambda: mixture.group_update(z, keys, gate, gate, *how),
+        "groups back": lambda: mixture.group_adjoint(z, keys, gate, gate, other, *how, True),
+        "product": lambda: product.linear_gelu(z, hidden, bias),
+    }
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    def step(_: int) -> measure.Results:
+        made = call()
+        return made if isinstance(made, tuple) else (made,)
+
+    return 1e3 * measure.graph(step).median
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--shape", default="256x197", help="samples x tokens")
+    parser.add_argument("--dtype", default="bfloat16", choices=list(measure.DTYPES))
+    parser.add_argument("--only", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES))
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)  # this process compiles every jobs-th candidate
+    ask = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("tune.py needs a CUDA device, and this torch sees none.")
+    if ask.warm is None and ask.jobs > 1:
+        workers = [subprocess.Popen([sys.executable, *sys.argv, "--warm", str(i)]) for i in range(ask.jobs)]
+        for worker in workers:
+            worker.wait()
+    dtype, (b, n) = measure.DTYPES[ask.dtype], map(int, ask.shape.split("x"))
+    made = calls(b, n, ask.width, ask.heads, dtype)
+    place, usual = (plan.capability(), ask.width, dtype), dict(plan.USUAL)
+    todo = [(name, cut) for name in ask.only for cut in CANDIDATES[name]]
+    if ask.warm is not None:
+        todo = todo[ask.warm :: ask.jobs]
+    times: dict[str, list[tuple[float, Cut]]] = {}
+    for name, cut in todo:
+        plan.TABLE = {place: {**usual, name: cut}}
+        try:
+            if ask.warm is None:
+                times.setdefault(name, []).append((microseconds(made[name]), cut))
+            else:
+                made[name]()
+        except Exception as error:  # no room, or the compiler gives up: not a candidate here
+            if ask.warm is None:
+                print(f"{name} {tuple(cut)}: {str(error).splitlines()[0][:80]}", flush=True)
+    if ask.warm is not None:
+        return
+    for name, found in times.items():
+        for time, cut in sorted(found)[:5]:
+            print(f"{name:18} {time:8.1f} us  {cut}")
+    print(f"\n    ({place[0]}, {ask.width}, {dtype}): {{  # {torch.cuda.get_device_name()}, {ask.shape}, {ask.heads} heads")
+    for name in times:
+        print(f'        "{name}": Cut{tuple(min(times[name])[1])},')
+    print("    },")
+
+
+if __name__ == "__main__":
+    main()

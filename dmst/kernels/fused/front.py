@@ -1,0 +1,265 @@
+"""What a layer reads off its rotated tokens, and the way back: no rotated token is ever written.
+
+    t_n = rot_n z_n
+    scores l_nk = <t_n, assign_k> + bias      membership sigmoid(l), or l itself; with their sums by tile, for the gate
+    keys   q_n  = A t_n + bias                GMSA's, in the dtype of A
+    dz_n     = product_n + rot_n^T (sum_k dl_nk assign_k + A^T dq_n)        dl_nk = dscores_nk + dpooled_k
+    dassign  = sum_n dl_n t_n^T,   dA = sum_n dq_n t_n^T                    one row of partial sums a program
+
+Scores are products of float32: `EXACT` ones for float32 tokens, else three of TF32 each, which lose nothing that 16-bit tokens
+have. Keys are products in their own dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dmst.kernels import plan
+from dmst.kernels.choice import interpreted
+from dmst.kernels.fused.launch import flops, launch, op
+from dmst.kernels.fused.turn import places, rotate
+from dmst.kernels.plan import over, power_of_two
+
+
+@triton.jit
+def _turned(
+    z_ptr, far_cos, far_sin, near_cos, near_sin, row, here, far, near, first,
+    D: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    """t_n in the channels from `first` on, (tokens, channels), float32."""
+    channel = first + tl.arange(0, CHANNELS)[None, :]
+    real = here if D % CHANNELS == 0 else here & (channel < D)
+    z = tl.load(z_ptr + row * D + channel, mask=real, other=0.0).to(tl.float32)
+    if ROTARY:
+        z = rotate(z, far_cos, far_sin, near_cos, near_sin, far, near, first, D, TOKENS, CHANNELS, False)
+    return z
+
+
+@triton.jit
+def _exactly(x, y, EXACT: tl.constexpr):
+    return tl.dot(x, y.to(tl.float32), input_precision="ieee" if EXACT else "tf32x3")
+
+
+@triton.jit
+def _plainly(x, y, EXACT: tl.constexpr):
+    """In the dtype of y."""
+    if EXACT:
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
+    return tl.dot(x.to(y.dtype), y)
+
+
+@triton.jit
+def _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K: tl.constexpr, SCORES: tl.constexpr, GATED: tl.constexpr):
+    """dl (tokens, heads)."""
+    some = here & (head < K)
+    dl = tl.zeros(some.shape, tl.float32)
+    if SCORES:
+        dl += tl.load(dscores_ptr + row * K + head, mask=some, other=0.0)
+    if GATED:
+        dl += tl.load(dpooled_ptr + sample * K + head, mask=some, other=0.0)
+    return dl
+
+
+@triton.jit
+def front_kernel(
+    z_ptr, far_cos, far_sin, near_cos, near_sin, assign_ptr, bias_ptr, key_ptr, key_bias_ptr, out_ptr, sum_ptr, keys_ptr,
+    n, step, tiles,
+    D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, Q: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, SCORES: tl.constexpr,
+    BIAS: tl.constexpr, SIGMOID: tl.constexpr, SUMS: tl.constexpr, KEYS: tl.constexpr, KEY_BIAS: tl.constexpr,
+    EXACT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A tile of tokens and, of the keys, some columns; the first of these programs has the scores."""
+    sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    token, far, near = places(tile, n, step, TOKENS, LEVEL)
+    here = token < n
+    row = sample * n + token
+    head, column = tl.arange(0, HEADS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    scores = tl.zeros((TOKENS, HEADS), tl.float32)
+    keys = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    for first in tl.range(0, D, CHANNELS, num_stages=STAGES):
+        channel = first + tl.arange(0, CHANNELS)
+        turned = _turned(z_ptr, far_cos, far_sin, near_cos, near_sin, row, here, far, near, first, D, TOKENS, CHANNELS, ROTARY)
+        if SCORES:
+            real = (channel[:, None] < D) & (head[None, :] < K)
+            weight = tl.load(assign_ptr + head[None, :] * D + channel[:, None], mask=real, other=0.0)
+            scores += _exactly(turned, weight, EXACT)
+        if KEYS:
+            real = (channel[:, None] < D) & (column[None, :] < Q)
+            weight = tl.load(key_ptr + column[None, :] * D + channel[:, None], mask=real, other=0.0)
+            keys += _plainly(turned.to(weight.dtype), weight, EXACT)
+    if SCORES and tl.program_id(1) == 0:
+        real = head[None, :] < K
+        if BIAS:
+            scores += tl.load(bias_ptr + head[None, :], mask=real, other=0.0).to(tl.float32)
+        if SUMS:
+            added = tl.sum(tl.where(here, scores, 0.0), 0)
+            tl.store(sum_ptr + (sample * tiles + tile) * K + head, added, mask=head < K)
+        value = tl.sigmoid(scores) if SIGMOID else scores
+        if not KEYS:
+            tl.store(out_ptr + row * K + head[None, :], value, mask=here & real)
+    if KEYS:
+        real = column[None, :] < Q
+        if KEY_BIAS:
+            keys += tl.load(key_bias_ptr + column[None, :], mask=real, other=0.0).to(tl.float32)
+        tl.store(keys_ptr + row * Q + column[None, :], keys.to(keys_ptr.dtype.element_ty), mask=here & real)
+
+
+@triton.jit
+def into_tokens_kernel(
+    dscores_ptr, dpooled_ptr, assign_ptr, dkeys_ptr, key_ptr, product_ptr, far_cos, far_sin, near_cos, near_sin, dz_ptr,
+    n, step, tiles,
+    D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, Q: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, SCORES: tl.constexpr, GATED: tl.constexpr,
+    KEYS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """A tile of tokens, some channels."""
+    sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    token, far, near = places(tile, n, step, TOKENS, LEVEL)
+    here = token < n
+    row = sample * n + token
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    full = here if D % CHANNELS == 0 else here & (channel < D)
+    product = tl.load(product_ptr + row * D + channel, mask=full, other=0.0, eviction_policy="evict_first")
+    dturned = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    if SCORES or GATED:
+        head = tl.arange(0, HEADS)
+        dl = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head[None, :], K, SCORES, GATED)
+        assign = tl.load(assign_ptr + head[:, None] * D + channel, mask=(head[:, None] < K) & (channel < D), other=0.0)
+        dturned += _exactly(dl, assign, EXACT)
+    if KEYS:
+        for start in tl.range(0, Q, COLUMNS, num_stages=2):
+            column = start + tl.arange(0, COLUMNS)
+            dq = tl.load(dkeys_ptr + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
+            weight = tl.load(key_ptr + column[:, None] * D + channel, mask=(column[:, None] < Q) & (channel < D), other=0.0)
+            dturned += _plainly(dq, weight, EXACT)
+    if ROTARY:
+        first = tl.program_id(1) * CHANNELS
+        dturned = rotate(dturned, far_cos, far_sin, near_cos, near_sin, far, near, first, D, TOKENS, CHANNELS, True)
+    dz = product.to(tl.float32) + dturned
+    tl.store(dz_ptr + row * D + channel, dz.to(dz_ptr.dtype.element_ty), mask=full)
+
+
+@triton.jit
+def into_weights_kernel(
+    z_ptr, far_cos, far_sin, near_cos, near_sin, dscores_ptr, dpooled_ptr, dkeys_ptr, dassign_ptr, dkey_ptr,
+    n, step, tiles, run, last_tile,
+    D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, Q: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, SCORES: tl.constexpr,
+    GATED: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """A run of tiles, some channels and, of the keys, some columns; the first of these programs has `assign`."""
+    head, column = tl.arange(0, HEADS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    dassign = tl.zeros((CHANNELS, HEADS), tl.float32)
+    dkey = tl.zeros((CHANNELS, COLUMNS), tl.float32)
+    begin = tl.program_id(0) * run
+    for at in tl.range(begin, tl.minimum(begin + run, last_tile), num_stages=1):
+        sample, tile = (at // tiles).to(tl.int64), at % tiles
+        token, far, near = places(tile, n, step, TOKENS, LEVEL)
+        here = token < n
+        row = sample * n + token
+        turned = _turned(
+            z_ptr, far_cos, far_sin, near_cos, near_sin, row, here, far, near, tl.program_id(1) * CHANNELS,
+            D, TOKENS, CHANNELS, ROTARY,
+        )  # fmt: skip
+        if SCORES or GATED:
+            dl = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head[None, :], K, SCORES, GATED)
+            dassign += _exactly(tl.trans(turned), dl, EXACT)
+        if KEYS:
+            dq = tl.load(dkeys_ptr + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
+            dkey += _plainly(tl.trans(turned.to(dq.dtype)), dq, EXACT)
+    part = tl.program_id(0).to(tl.int64)
+    if (SCORES or GATED) and tl.program_id(2) == 0:
+        real = (head[None, :] < K) & (channel[:, None] < D)
+        tl.store(dassign_ptr + (part * K + head[None, :]) * D + channel[:, None], dassign, mask=real)
+    if KEYS:
+        real = (column[None, :] < Q) & (channel[:, None] < D)
+        tl.store(dkey_ptr + (part * Q + column[None, :]) * D + channel[:, None], dkey, mask=real)
+
+
+def _sizes(like: Tensor, assign: int, key: int, tile: plan.Cut, tables: list[Tensor], step: int) -> dict[str, Any]:
+    """Constants of the three kernels; `assign` and `key` count rows. The interpreter multiplies bfloat16 wrongly, so
+    that it takes float32."""
+    turned = len(tables) > 0
+    return {
+        "D": like.shape[-1], "K": assign, "HEADS": max(16, power_of_two(assign)), "Q": key, "COLUMNS": tile.columns,
+        "TOKENS": tile.tokens, "CHANNELS": tile.channels, "ROTARY": turned, "LEVEL": turned and step % tile.tokens == 0,
+        "KEYS": key > 0, "EXACT": like.dtype == torch.float32 or interpreted(), "num_warps": tile.warps,
+    }  # fmt: skip
+
+
+@op()
+def front(
+    z: Tensor, tables: list[Tensor], step: int, assign: Tensor | None, bias: Tensor | None, key: Tensor | None,
+    key_bias: Tensor | None, sigmoid: bool, pooled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of z (b, n, d): pi or l (b, n, k), where there are no keys; with `pooled` sums of l by tile, (b, tiles, k); and keys
+    (b, n, q). What there is not is empty.
+    """
+    (b, n, d), k, q = z.shape, 0 if assign is None else assign.shape[0], 0 if key is None else key.shape[0]
+    tile = plan.cut("front keys" if q else "front", d, z.dtype, q)
+    tiles, sizes = over(n, tile.tokens), _sizes(z, k, q, tile, tables, step)
+    out = torch.empty(b if k and not q else 0, n, k, device=z.device, dtype=torch.float32)
+    sums = torch.empty(b, tiles if k and pooled else 0, k, device=z.device, dtype=torch.float32)
+    keys = torch.empty(b if q else 0, n, q, device=z.device, dtype=z.dtype if key is None else key.dtype)
+    launch(
+        front_kernel, (b * tiles, max(1, over(q, sizes["COLUMNS"]))),
+        z, *(tables or (z,) * 4), assign, bias, key, key_bias, out, sums, keys, n, step, tiles,
+        SCORES=k > 0, BIAS=bias is not None, SIGMOID=sigmoid, SUMS=pooled, KEY_BIAS=key_bias is not None,
+        STAGES=tile.stages, **sizes,
+    )  # fmt: skip
+    return out, sums, keys
+
+
+@op()
+def into_tokens(
+    product: Tensor, dscores: Tensor | None, dpooled: Tensor | None, assign: Tensor | None, dkeys: Tensor | None,
+    key: Tensor | None, tables: list[Tensor], step: int,
+) -> Tensor:  # fmt: skip
+    """dz (b, n, d) from dS U^T, dscores (b, n, k), dpooled (b, k), each token's share of the gate, and dkeys (b, n, q)."""
+    (b, n, d), k, q = product.shape, 0 if assign is None else assign.shape[0], 0 if key is None else key.shape[0]
+    tile = plan.cut("into_tokens keys" if q else "into_tokens", d, product.dtype, q)
+    tiles, dz = over(n, tile.tokens), torch.empty_like(product)
+    launch(
+        into_tokens_kernel, (b * tiles, over(d, tile.channels)),
+        dscores, dpooled, assign, dkeys, key, product, *(tables or (product,) * 4), dz, n, step, tiles,
+        SCORES=dscores is not None, GATED=dpooled is not None, **_sizes(product, k, q, tile, tables, step),
+    )  # fmt: skip
+    return dz
+
+
+@op()
+def into_weights(
+    z: Tensor, dscores: Tensor | None, dpooled: Tensor | None, dkeys: Tensor | None, tables: list[Tensor], step: int
+) -> tuple[Tensor, Tensor]:
+    """Partial sums of the gradients of `assign` (rows, k, d) and of the keys' weight (rows, q, d)."""
+    (b, n, d), q = z.shape, 0 if dkeys is None else dkeys.shape[-1]
+    given = dpooled if dscores is None else dscores
+    k, tile = 0 if given is None else given.shape[-1], plan.cut("into_weights keys" if q else "into_weights", d, z.dtype, q)
+    tiles, sizes = over(n, tile.tokens), _sizes(z, k, q, tile, tables, step)
+    run = over(b * tiles, max(1, plan.WEIGHT_PROGRAMS // over(d, tile.channels)))
+    rows = over(b * tiles, run)
+    dassign = torch.empty(rows, k, d, device=z.device, dtype=torch.float32)
+    dkey = torch.empty(rows, q, d, device=z.device, dtype=torch.float32)
+    launch(
+        into_weights_kernel, (rows, over(d, tile.channels), max(1, over(q, sizes["COLUMNS"]))),
+        z, *(tables or (z,) * 4), dscores, dpooled, dkeys, dassign, dkey, n, step, tiles, run, b * tiles,
+        SCORES=dscores is not None, GATED=dpooled is not None, **sizes,
+    )  # fmt: skip
+    return dassign, dkey
+
+
+def _rows(*shapes: Any) -> int:
+    return sum(shape[0] for shape in shapes if shape is not None)
+
+
+flops("front", lambda z, tables, step, assign, bias, key, *_: 2 * math.prod(z) * _rows(assign, key))
+flops("into_tokens", lambda product, dl, dp, assign, dq, key, *_: 2 * math.prod(product) * _rows(assign, key))
+flops("into_weights", lambda z, dl, dp, dq, *_: 2 * math.prod(z) * ((dl or dp or [0])[-1] + (dq or [0])[-1]))
