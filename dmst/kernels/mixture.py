@@ -224,19 +224,31 @@ def project_out(update: Tensor, weights: MixtureWeights, dtype: torch.dtype) -> 
 
 
 def cell_means(n: int, grid: Grid, groups: int, *, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """(g, n): the matrix that takes tokens to the means of their cells. Tokens before the patches are in no cell."""
+    """(g, n): the matrix that takes tokens to the means of their cells."""
     return rotary.cached(_cell_means, n, groups, *cells(n, grid, groups), device, dtype)
+
+
+def cell_of(n: int, grid: Grid, groups: int, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(n): the cell of every token, -1 for tokens before the patches."""
+    return rotary.cached(_cell_of, n, groups, *cells(n, grid, groups), device, dtype)
 
 
 def _cell_means(
     n: int, groups: int, down: int, across: int, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
+    cell = _cell_of(n, groups, down, across, shape, device, torch.int64)
+    inside = (cell == torch.arange(groups, device=device).unsqueeze(-1)).to(dtype)
+    return inside / inside.sum(-1, keepdim=True)
+
+
+def _cell_of(
+    n: int, groups: int, down: int, across: int, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> Tensor:
     rows, columns = shape
     row = torch.arange(rows, device=device) * down // rows
     column = torch.arange(columns, device=device) * across // columns
-    cell = (row.unsqueeze(-1) * across + column).flatten()  # of every patch
-    inside = (cell == torch.arange(groups, device=device).unsqueeze(-1)).to(dtype)
-    return F.pad(inside / inside.sum(-1, keepdim=True), (n - rows * columns, 0))
+    cell = (row.unsqueeze(-1) * across + column).flatten()
+    return F.pad(cell.to(dtype), (n - rows * columns, 0), value=-1)
 
 
 def cells(n: int, grid: Grid, groups: int) -> tuple[int, int, tuple[int, int]]:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-STEP = 32  # tokens in one rotary step: a tile that lies within one reads little of the tables
+STEP = 64  # tokens in one rotary step: a tile that lies within one reads little of the tables
 PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
-WEIGHT_PROGRAMS = 264  # that sum up gradients of weights
+WEIGHT_PROGRAMS = 528  # that sum up gradients of weights: each leaves a row of partial sums
 GELU_ROWS = 16384  # from which our own product of an MLP serves
 MOST_HEADS = 64
 MOST_KEYS = 64  # of GMSA: channels of a key
@@ -34,15 +34,15 @@ class Cut(NamedTuple):
 
 Row = dict[str, Cut]
 USUAL: Row = {  # "keys": the same kernel with GMSA's keys
-    "front": Cut(32, 64, 0, 4, 1),
-    "front keys": Cut(64, 64, 128, 8, 1),
-    "into_tokens": Cut(32, 64, 0, 4, 1),
-    "into_tokens keys": Cut(64, 64, 64, 4, 1),
-    "into_weights": Cut(32, 64, 0, 4, 1),
-    "into_weights keys": Cut(32, 64, 128, 8, 1),
+    "front": Cut(64, 64, 0, 4, 2),
+    "front keys": Cut(64, 64, 128, 4, 2),
+    "into_tokens": Cut(32, 128, 0, 4, 1),
+    "into_tokens keys": Cut(64, 64, 128, 4, 1),
+    "into_weights": Cut(32, 64, 0, 4, 2),
+    "into_weights keys": Cut(64, 64, 128, 8, 2),
     "settle": Cut(32, 64, 0, 4, 2),
     "adjoint": Cut(16, 64, 0, 4, 2),
-    "groups": Cut(64, 0, 0, 4, 1),
+    "groups": Cut(64, 0, 0, 4, 2),
     "groups back": Cut(32, 0, 0, 4, 1),
     "product": Cut(128, 64, 128, 8, 3),
 }

@@ -28,16 +28,17 @@ ADJOINT = dict(BLOCK, sign=-1.0, MODE=0, GATED=True, UNIFORM=False, SIGMOID=True
                UPDATE=True, STAGES=2)
 UPDATE = dict(BLOCK, sign=-1.0, MODE=0, GATED=True, STAGES=2)
 ENERGY = dict(BLOCK, HEADS=8, NORMALIZE=True, SCORED=True)
-FRONT = dict(D=384, K=8, HEADS=16, Q=128, COLUMNS=128, TOKENS=64, CHANNELS=64, ROTARY=True, LEVEL=True, SCORES=True, KEYS=True,
-             EXACT=False)
+FRONT = dict(D=384, K=8, HEADS=8, TERMS=2, SLOTS=16, Q=128, COLUMNS=128, TOKENS=64, CHANNELS=64, ROTARY=True, LEVEL=True,
+             SCORES=True, KEYS=True, EXACT=False)
 ASKED = dict(BIAS=True, SIGMOID=True, SUMS=True, KEY_BIAS=True, STAGES=2)
 MIXTURE = dict(K=8, P=48, R=16, SHARPNESS=0.25, CHANNELS=64, KEYS=16, TOKENS=64, STAGES=2)
 CASES = {
     "front": [(kernel, dict(FRONT, **asked, **more))
               for kernel, asked in ((front.front_kernel, ASKED), (front.into_tokens_kernel, dict(GATED=True)),
-                                    (front.into_weights_kernel, dict(GATED=True)))
+                                    (front.into_weights_kernel, dict(GATED=True, STAGES=2)))
               for more in ({}, dict(Q=0, COLUMNS=16, KEYS=False, D=100, LEVEL=False, TOKENS=32),
-                           dict(SCORES=False, ROTARY=False, EXACT=True, K=12, HEADS=16))],
+                           dict(ROTARY=False, EXACT=True, K=12, HEADS=16, TERMS=1),
+                           dict(SCORES=False, K=12, HEADS=16, SLOTS=32))],
     "gate": [(gate.gate_kernel, dict(scale=1.0, K=8, ALL=8, GATE=1, ACTIVE=2, ROWS=1024))]
     + [(gate.gate_adjoint_kernel, dict(scale=1.0, K=8, ALL=8, GATE=g, ACTIVE=2 * (g == 1))) for g in (1, 2, 3, 4, 5)],
     "moments": [(moments.moments_kernel, c) for c in (

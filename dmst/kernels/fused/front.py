@@ -6,8 +6,8 @@
     dz_n     = product_n + rot_n^T (sum_k dl_nk assign_k + A^T dq_n)        dl_nk = dscores_nk + dpooled_k
     dassign  = sum_n dl_n t_n^T,   dA = sum_n dq_n t_n^T                    one row of partial sums a program
 
-Scores are products of float32: `EXACT` ones for float32 tokens, else three of TF32 each, which lose nothing that 16-bit tokens
-have. Keys are products in their own dtype.
+Scores of 16-bit tokens are products of bfloat16 numbers: t, dl and assign are written as sums of two each, which is 16 digits
+(the tokens have 8 or 11). Those of float32 tokens are products of float32. Keys are products in their own dtype.
 """
 
 from __future__ import annotations
@@ -42,21 +42,27 @@ def _turned(
 
 
 @triton.jit
-def _exactly(x, y, EXACT: tl.constexpr):
-    return tl.dot(x, y.to(tl.float32), input_precision="ieee" if EXACT else "tf32x3")
+def _rest(x):
+    """What bfloat16 leaves of x."""
+    return x - x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
-def _plainly(x, y, EXACT: tl.constexpr):
-    """In the dtype of y."""
+def _by_slot(x, slot, HEADS: tl.constexpr):
+    """The leading term of x in the first HEADS slots, and what it leaves in the others."""
+    return tl.where(slot < HEADS, x, _rest(x)).to(tl.bfloat16)
+
+
+@triton.jit
+def _dot(x, y, total, EXACT: tl.constexpr):
     if EXACT:
-        return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
-    return tl.dot(x.to(y.dtype), y)
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(x, y, total)
 
 
 @triton.jit
 def _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K: tl.constexpr, SCORES: tl.constexpr, GATED: tl.constexpr):
-    """dl (tokens, heads)."""
+    """dl (tokens, slots)."""
     some = here & (head < K)
     dl = tl.zeros(some.shape, tl.float32)
     if SCORES:
@@ -70,31 +76,38 @@ def _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K: tl.constexpr,
 def front_kernel(
     z_ptr, far_cos, far_sin, near_cos, near_sin, assign_ptr, bias_ptr, key_ptr, key_bias_ptr, out_ptr, sum_ptr, keys_ptr,
     n, step, tiles,
-    D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, Q: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, SCORES: tl.constexpr,
-    BIAS: tl.constexpr, SIGMOID: tl.constexpr, SUMS: tl.constexpr, KEYS: tl.constexpr, KEY_BIAS: tl.constexpr,
-    EXACT: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, TERMS: tl.constexpr, SLOTS: tl.constexpr, Q: tl.constexpr,
+    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr,
+    SCORES: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, SUMS: tl.constexpr, KEYS: tl.constexpr,
+    KEY_BIAS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens and, of the keys, some columns; the first of these programs has the scores."""
     sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     token, far, near = places(tile, n, step, TOKENS, LEVEL)
     here = token < n
     row = sample * n + token
-    head, column = tl.arange(0, HEADS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    scores = tl.zeros((TOKENS, HEADS), tl.float32)
+    slot, column = tl.arange(0, SLOTS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    products = tl.zeros((TOKENS, SLOTS), tl.float32)
     keys = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for first in tl.range(0, D, CHANNELS, num_stages=STAGES):
         channel = first + tl.arange(0, CHANNELS)
         turned = _turned(z_ptr, far_cos, far_sin, near_cos, near_sin, row, here, far, near, first, D, TOKENS, CHANNELS, ROTARY)
         if SCORES:
-            real = (channel[:, None] < D) & (head[None, :] < K)
-            weight = tl.load(assign_ptr + head[None, :] * D + channel[:, None], mask=real, other=0.0)
-            scores += _exactly(turned, weight, EXACT)
+            real = (channel[:, None] < D) & (slot[None, :] % HEADS < K)
+            weight = tl.load(assign_ptr + slot[None, :] % HEADS * D + channel[:, None], mask=real, other=0.0).to(tl.float32)
+            if TERMS == 1:
+                products = _dot(turned, weight, products, EXACT)
+            else:
+                weight = _by_slot(weight, slot[None, :], HEADS)
+                products = _dot(turned.to(tl.bfloat16), weight, products, EXACT)
+                products = _dot(_rest(turned).to(tl.bfloat16), weight, products, EXACT)
         if KEYS:
             real = (channel[:, None] < D) & (column[None, :] < Q)
             weight = tl.load(key_ptr + column[None, :] * D + channel[:, None], mask=real, other=0.0)
-            keys += _plainly(turned.to(weight.dtype), weight, EXACT)
+            keys = _dot(turned.to(weight.dtype), weight, keys, EXACT)
     if SCORES and tl.program_id(1) == 0:
+        scores = tl.sum(tl.reshape(products, (TOKENS, TERMS, HEADS)), 1)
+        head = tl.arange(0, HEADS)
         real = head[None, :] < K
         if BIAS:
             scores += tl.load(bias_ptr + head[None, :], mask=real, other=0.0).to(tl.float32)
@@ -115,9 +128,9 @@ def front_kernel(
 def into_tokens_kernel(
     dscores_ptr, dpooled_ptr, assign_ptr, dkeys_ptr, key_ptr, product_ptr, far_cos, far_sin, near_cos, near_sin, dz_ptr,
     n, step, tiles,
-    D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, Q: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, SCORES: tl.constexpr, GATED: tl.constexpr,
-    KEYS: tl.constexpr, EXACT: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, TERMS: tl.constexpr, SLOTS: tl.constexpr, Q: tl.constexpr,
+    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr,
+    SCORES: tl.constexpr, GATED: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, some channels."""
     sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
@@ -128,17 +141,20 @@ def into_tokens_kernel(
     full = here if D % CHANNELS == 0 else here & (channel < D)
     product = tl.load(product_ptr + row * D + channel, mask=full, other=0.0, eviction_policy="evict_first")
     dturned = tl.zeros((TOKENS, CHANNELS), tl.float32)
-    if SCORES or GATED:
-        head = tl.arange(0, HEADS)
-        dl = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head[None, :], K, SCORES, GATED)
-        assign = tl.load(assign_ptr + head[:, None] * D + channel, mask=(head[:, None] < K) & (channel < D), other=0.0)
-        dturned += _exactly(dl, assign, EXACT)
+    if SCORES or GATED:  # slots: leading dl leading assign, rest leading, leading rest, rest rest
+        slot = tl.arange(0, TERMS * SLOTS)
+        dl = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, slot[None, :] % HEADS, K, SCORES, GATED)
+        real = (slot[:, None] % HEADS < K) & (channel < D)
+        assign = tl.load(assign_ptr + slot[:, None] % HEADS * D + channel, mask=real, other=0.0).to(tl.float32)
+        if TERMS == 2:
+            dl, assign = _by_slot(dl, slot[None, :] % SLOTS, HEADS), _by_slot(assign, slot[:, None], SLOTS)
+        dturned = _dot(dl, assign, dturned, EXACT)
     if KEYS:
         for start in tl.range(0, Q, COLUMNS, num_stages=2):
             column = start + tl.arange(0, COLUMNS)
             dq = tl.load(dkeys_ptr + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
             weight = tl.load(key_ptr + column[:, None] * D + channel, mask=(column[:, None] < Q) & (channel < D), other=0.0)
-            dturned += _plainly(dq, weight, EXACT)
+            dturned = _dot(dq, weight, dturned, EXACT)
     if ROTARY:
         first = tl.program_id(1) * CHANNELS
         dturned = rotate(dturned, far_cos, far_sin, near_cos, near_sin, far, near, first, D, TOKENS, CHANNELS, True)
@@ -150,17 +166,17 @@ def into_tokens_kernel(
 def into_weights_kernel(
     z_ptr, far_cos, far_sin, near_cos, near_sin, dscores_ptr, dpooled_ptr, dkeys_ptr, dassign_ptr, dkey_ptr,
     n, step, tiles, run, last_tile,
-    D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, Q: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr, SCORES: tl.constexpr,
-    GATED: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, TERMS: tl.constexpr, SLOTS: tl.constexpr, Q: tl.constexpr,
+    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr,
+    SCORES: tl.constexpr, GATED: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A run of tiles, some channels and, of the keys, some columns; the first of these programs has `assign`."""
-    head, column = tl.arange(0, HEADS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    slot, column = tl.arange(0, SLOTS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    dassign = tl.zeros((CHANNELS, HEADS), tl.float32)
+    dassign = tl.zeros((SLOTS, CHANNELS), tl.float32)
     dkey = tl.zeros((CHANNELS, COLUMNS), tl.float32)
     begin = tl.program_id(0) * run
-    for at in tl.range(begin, tl.minimum(begin + run, last_tile), num_stages=1):
+    for at in tl.range(begin, tl.minimum(begin + run, last_tile), num_stages=STAGES):
         sample, tile = (at // tiles).to(tl.int64), at % tiles
         token, far, near = places(tile, n, step, TOKENS, LEVEL)
         here = token < n
@@ -170,28 +186,36 @@ def into_weights_kernel(
             D, TOKENS, CHANNELS, ROTARY,
         )  # fmt: skip
         if SCORES or GATED:
-            dl = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head[None, :], K, SCORES, GATED)
-            dassign += _exactly(tl.trans(turned), dl, EXACT)
+            dl = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, slot[None, :] % HEADS, K, SCORES, GATED)
+            if TERMS == 1:
+                dassign = _dot(tl.trans(dl), turned, dassign, EXACT)
+            else:
+                dl = tl.trans(_by_slot(dl, slot[None, :], HEADS))
+                dassign = _dot(dl, turned.to(tl.bfloat16), dassign, EXACT)
+                dassign = _dot(dl, _rest(turned).to(tl.bfloat16), dassign, EXACT)
         if KEYS:
             dq = tl.load(dkeys_ptr + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
-            dkey += _plainly(tl.trans(turned.to(dq.dtype)), dq, EXACT)
+            dkey = _dot(tl.trans(turned.to(dq.dtype)), dq, dkey, EXACT)
     part = tl.program_id(0).to(tl.int64)
     if (SCORES or GATED) and tl.program_id(2) == 0:
-        real = (head[None, :] < K) & (channel[:, None] < D)
-        tl.store(dassign_ptr + (part * K + head[None, :]) * D + channel[:, None], dassign, mask=real)
+        head = tl.arange(0, HEADS)
+        total = tl.sum(tl.reshape(dassign, (TERMS, HEADS, CHANNELS)), 0)
+        real = (head[:, None] < K) & (channel[None, :] < D)
+        tl.store(dassign_ptr + (part * K + head[:, None]) * D + channel[None, :], total, mask=real)
     if KEYS:
         real = (column[None, :] < Q) & (channel[:, None] < D)
         tl.store(dkey_ptr + (part * Q + column[None, :]) * D + channel[:, None], dkey, mask=real)
 
 
 def _sizes(like: Tensor, assign: int, key: int, tile: plan.Cut, tables: list[Tensor], step: int) -> dict[str, Any]:
-    """Constants of the three kernels; `assign` and `key` count rows. The interpreter multiplies bfloat16 wrongly, so
-    that it takes float32."""
-    turned = len(tables) > 0
+    """Constants of the three kernels; `assign` and `key` count rows. A slot is a term of a head. The interpreter multiplies
+    bfloat16 wrongly, so that it is given the same numbers as float32."""
+    turned, wide = len(tables) > 0, like.dtype == torch.float32
+    terms, heads = 1 if wide else 2, max(16 if wide else 8, power_of_two(assign))
     return {
-        "D": like.shape[-1], "K": assign, "HEADS": max(16, power_of_two(assign)), "Q": key, "COLUMNS": tile.columns,
-        "TOKENS": tile.tokens, "CHANNELS": tile.channels, "ROTARY": turned, "LEVEL": turned and step % tile.tokens == 0,
-        "KEYS": key > 0, "EXACT": like.dtype == torch.float32 or interpreted(), "num_warps": tile.warps,
+        "D": like.shape[-1], "K": assign, "HEADS": heads, "TERMS": terms, "SLOTS": terms * heads, "Q": key,
+        "COLUMNS": tile.columns, "TOKENS": tile.tokens, "CHANNELS": tile.channels, "ROTARY": turned,
+        "LEVEL": turned and step % tile.tokens == 0, "KEYS": key > 0, "EXACT": wide or interpreted(), "num_warps": tile.warps,
     }  # fmt: skip
 
 
@@ -251,7 +275,7 @@ def into_weights(
     launch(
         into_weights_kernel, (rows, over(d, tile.channels), max(1, over(q, sizes["COLUMNS"]))),
         z, *(tables or (z,) * 4), dscores, dpooled, dkeys, dassign, dkey, n, step, tiles, run, b * tiles,
-        SCORES=dscores is not None, GATED=dpooled is not None, **sizes,
+        SCORES=dscores is not None, GATED=dpooled is not None, STAGES=tile.stages, **sizes,
     )  # fmt: skip
     return dassign, dkey
 

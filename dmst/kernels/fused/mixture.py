@@ -104,18 +104,10 @@ def _rounded(x, LOW: tl.constexpr):
 
 
 @triton.jit
-def _cell(token, n, rows, columns, down, across):
-    """The cell of each token; -1 before the patches."""
-    patch = token - (n - rows * columns)
-    cell = (patch // columns * down // rows) * across + (patch % columns) * across // columns
-    return tl.where(patch >= 0, cell, -1)
-
-
-@triton.jit
-def _inside(token, stop, n, rows, columns, down, across, group):
+def _inside(cell_ptr, token, stop, group):
     """1 where a token is in a cell, (tokens, groups)."""
-    cell = _cell(token, n, rows, columns, down, across)
-    return tl.where((cell[:, None] == group[None, :]) & (token[:, None] < stop), 1.0, 0.0)
+    cell = tl.load(cell_ptr + token, mask=token < stop, other=-1)
+    return tl.where(cell[:, None] == group[None, :], 1.0, 0.0)
 
 
 @triton.jit
@@ -142,7 +134,7 @@ def _memberships(q, centre, token, stop, group, SHARPNESS: tl.constexpr, G: tl.c
 
 @triton.jit
 def _centres(
-    keys_ptr, start, stop, n, rows, columns, down, across, key, group,
+    keys_ptr, cell_ptr, start, stop, n, key, group,
     K: tl.constexpr, R: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums of the keys by cell, (keys, groups)."""
@@ -150,7 +142,7 @@ def _centres(
     for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
         q = _load(keys_ptr, token, stop, key, n, K, R)
-        total += _dot(tl.trans(q), _inside(token, stop, n, rows, columns, down, across, group), LOW)
+        total += _dot(tl.trans(q), _inside(cell_ptr, token, stop, group), LOW)
     return total
 
 
@@ -191,7 +183,7 @@ def _means(mass, one, two, w):
 
 @triton.jit
 def forward_kernel(
-    projected_ptr, keys_ptr, w_ptr, t_ptr, update_ptr, centre_ptr, mass_ptr, one_ptr, two_ptr,
+    projected_ptr, keys_ptr, cell_ptr, w_ptr, t_ptr, update_ptr, centre_ptr, mass_ptr, one_ptr, two_ptr,
     n, span, splits, rows, columns, down, across, SHARPNESS: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, LOW: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, PHASE: tl.constexpr,
@@ -203,7 +195,7 @@ def forward_kernel(
     part = image * splits + tl.program_id(1)
     start, stop = tl.program_id(1) * span, tl.minimum((tl.program_id(1) + 1) * span, n)
     if PHASE <= CENTRES:  # or all of them
-        centre = _centres(keys_ptr, start, stop, n, rows, columns, down, across, key, group, K, R, LOW, TOKENS, STAGES)
+        centre = _centres(keys_ptr, cell_ptr, start, stop, n, key, group, K, R, LOW, TOKENS, STAGES)
     else:
         centre = _row(centre_ptr, image, group, key, G, R)
     if PHASE == CENTRES:
@@ -266,7 +258,7 @@ def _implicit_sums(
 
 @triton.jit
 def backward_kernel(
-    projected_ptr, keys_ptr, w_ptr, t_ptr, dupdate_ptr, centre_ptr, mass_ptr, one_ptr, two_ptr, beta_ptr, alpha_ptr,
+    projected_ptr, keys_ptr, cell_ptr, w_ptr, t_ptr, dupdate_ptr, centre_ptr, mass_ptr, one_ptr, two_ptr, beta_ptr, alpha_ptr,
     dq_ptr, dkeys_ptr, update_ptr, dcentre_ptr, dw_ptr, dt_ptr,
     n, span, splits, rows, columns, down, across, SHARPNESS: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, LOW: tl.constexpr,
@@ -280,7 +272,7 @@ def backward_kernel(
     start, stop = tl.program_id(1) * span, tl.minimum((tl.program_id(1) + 1) * span, n)
     size = _per_size(group, rows, columns, down, across)
     if PHASE == ALL:
-        centre = _centres(keys_ptr, start, stop, n, rows, columns, down, across, key, group, K, R, LOW, TOKENS, STAGES)
+        centre = _centres(keys_ptr, cell_ptr, start, stop, n, key, group, K, R, LOW, TOKENS, STAGES)
     else:
         centre = _row(centre_ptr, image, group, key, G, R)
     centre = centre * size[None, :]
@@ -356,28 +348,26 @@ def backward_kernel(
             _leave(dcentre_ptr, dcentre, part, group, key, G, R)
         else:
             tl.debug_barrier()  # dq is read again
-            _spread(
-                dq_ptr, dkeys_ptr, dcentre, size, start, stop, n, rows, columns, down, across, key, group, K, R, LOW, TOKENS
-            )
+            _spread(dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, start, stop, n, key, group, K, R, LOW, TOKENS)
 
 
 @triton.jit
 def _spread(
-    dq_ptr, dkeys_ptr, dcentre, size, start, stop, n, rows, columns, down, across, key, group,
+    dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, start, stop, n, key, group,
     K: tl.constexpr, R: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """dkeys = dq + the gradient of the centre of its cell, over how many patches that has."""
     asked = tl.trans(dcentre * size[None, :])
     for first in tl.range(start, stop, TOKENS, num_stages=1):
         token = first + tl.arange(0, TOKENS)
-        inside = _inside(token, stop, n, rows, columns, down, across, group)
+        inside = _inside(cell_ptr, token, stop, group)
         dkeys = _load(dq_ptr, token, stop, key, n, K, R) + _fine_dot(inside, asked, LOW)
         _store(dkeys_ptr, dkeys, token, stop, key, n, K, R)
 
 
 @triton.jit
 def spread_kernel(
-    dq_ptr, dcentre_ptr, dkeys_ptr, n, span, rows, columns, down, across,
+    dq_ptr, dcentre_ptr, dkeys_ptr, cell_ptr, n, span, rows, columns, down, across,
     K: tl.constexpr, R: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -386,7 +376,7 @@ def spread_kernel(
     start, stop = tl.program_id(1) * span, tl.minimum((tl.program_id(1) + 1) * span, n)
     dcentre = _row(dcentre_ptr, tl.program_id(0).to(tl.int64), group, key, G, R)
     size = _per_size(group, rows, columns, down, across)
-    _spread(dq_ptr, dkeys_ptr, dcentre, size, start, stop, n, rows, columns, down, across, key, group, K, R, LOW, TOKENS)
+    _spread(dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, start, stop, n, key, group, K, R, LOW, TOKENS)
 
 
 # --- operators -------------------------------------------------------------------------------------------------------
@@ -401,16 +391,24 @@ def _sizes(projected: Tensor, keys: Tensor, heads: int, cells: list[int], sharpn
 
 @op()
 def group_update(
-    projected: Tensor, keys: Tensor, w: Tensor, t: Tensor, heads: int, cells: list[int], sharpness: float, form: int
+    projected: Tensor,
+    keys: Tensor,
+    cell: Tensor,
+    w: Tensor,
+    t: Tensor,
+    heads: int,
+    cells: list[int],
+    sharpness: float,
+    form: int,
 ) -> Tensor:
-    """`cells`: groups, rows and columns of the patches, cells down and across."""
+    """`cell`: of each token, -1 before the patches. `cells`: groups, rows and columns of the patches, cells down and across."""
     (b, n, _), (groups, *grid) = projected.shape, cells
     sizes = _sizes(projected, keys, heads, cells, sharpness, form)
     cut = plan.groups("groups", b * heads, n, projected.shape[-1], sizes["P"], groups, projected.dtype)
     update = torch.empty_like(projected)
 
     def sweep(phase: int, *found: Tensor) -> None:
-        given = (projected, keys, w, t, update, *found, n, cut.span, cut.splits, *grid)
+        given = (projected, keys, cell, w, t, update, *found, n, cut.span, cut.splits, *grid)
         launch(
             forward_kernel, (b * heads, cut.splits), *given, **sizes, TOKENS=cut.tokens, STAGES=cut.stages, PHASE=phase,
             num_warps=cut.warps,
@@ -434,8 +432,8 @@ def _partial(w: Tensor, splits: int, groups: int, *widths: int) -> list[Tensor]:
 
 @op(mutates=("dupdate",))
 def group_adjoint(
-    projected: Tensor, keys: Tensor, w: Tensor, t: Tensor, dupdate: Tensor, heads: int, cells: list[int], sharpness: float,
-    form: int, wants_update: bool,
+    projected: Tensor, keys: Tensor, cell: Tensor, w: Tensor, t: Tensor, dupdate: Tensor, heads: int, cells: list[int],
+    sharpness: float, form: int, wants_update: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of keys, w and t, and the update once more, empty where it is not wanted; that of projected is written
     over dupdate. No argument may be called `mode`: torch passes those of an operator that writes by name, beside its own."""
@@ -453,7 +451,7 @@ def group_adjoint(
 
     def sweep(phase: int, dcentre: Tensor, *found: Tensor) -> None:
         launch(
-            backward_kernel, (rows, cut.splits), projected, keys, w, t, dupdate, *found,
+            backward_kernel, (rows, cut.splits), projected, keys, cell, w, t, dupdate, *found,
             dq, dkeys, update, dcentre, dw, dt, n, cut.span, cut.splits, *grid,
             **sizes, TOKENS=cut.tokens, STAGES=cut.stages, PHASE=phase, WANTED=wants_update, num_warps=cut.warps,
         )  # fmt: skip
@@ -463,8 +461,8 @@ def group_adjoint(
         return dkeys, dw, dt, update
     centre, mass, dcentre, *partial = _partial(w, cut.splits, groups, r, 1, r, p, p, p, p)
     launch(
-        forward_kernel, (rows, cut.splits), projected, keys, w, t, projected, centre, *(w,) * 3, n, cut.span, cut.splits, *grid,
-        **sizes, TOKENS=cut.tokens, STAGES=cut.stages, PHASE=1, num_warps=cut.warps,
+        forward_kernel, (rows, cut.splits), projected, keys, cell, w, t, projected, centre, *(w,) * 3,
+        n, cut.span, cut.splits, *grid, **sizes, TOKENS=cut.tokens, STAGES=cut.stages, PHASE=1, num_warps=cut.warps,
     )  # fmt: skip
     centre = centre.sum(1)
     sweep(2, dcentre, centre, mass, *partial)
@@ -473,6 +471,6 @@ def group_adjoint(
         sweep(3, dcentre, centre, *moments, *partial[2:])
     sweep(4, dcentre, centre, *(x.sum(1) for x in (mass, *partial)))
     spread = {name: sizes[name] for name in ("K", "R", "G", "LOW", "KEYS", "GROUPS")}
-    given = (dq, dcentre.sum(1), dkeys, n, cut.span, *grid)
+    given = (dq, dcentre.sum(1), dkeys, cell, n, cut.span, *grid)
     launch(spread_kernel, (rows, cut.splits), *given, **spread, TOKENS=cut.tokens, num_warps=4)
     return dkeys, dw, dt, update

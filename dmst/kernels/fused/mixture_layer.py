@@ -60,7 +60,7 @@ def _forward(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid) 
         gate, pooled = open_gate(sums, z.shape[1], *_gate(form))
     projected = F.linear(z, weights.subspace.to(dtype))
     _, w, t = _strength(z, gate, weights.theta, form)
-    update = group_update(projected, keys, w, t, *_how(z, form, grid))
+    update = group_update(projected, keys, _cell(z, form, grid), w, t, *_how(z, form, grid))
     return F.linear(update, _weight_out(weights).to(dtype), cast(weights.out_bias, dtype)), projected, keys, gate, pooled
 
 
@@ -93,6 +93,10 @@ def _how(z: Tensor, form: MixtureForm, grid: Grid) -> tuple[int, list[int], floa
     down, across, patches = mixture.cells(z.shape[-2], grid, form.groups)
     mode = 2 if form.mode == "proximal" else int(not form.own)
     return form.num_heads, [form.groups, *patches, down, across], form.sharpness, mode
+
+
+def _cell(z: Tensor, form: MixtureForm, grid: Grid) -> Tensor:
+    return mixture.cell_of(z.shape[-2], grid, form.groups, device=z.device, dtype=torch.int32)
 
 
 def _weight_out(weights: MixtureWeights) -> Tensor:
@@ -137,7 +141,9 @@ def _backward(
     ds = dout @ _weight_out(weights).to(dtype)  # dupdate until `group_adjoint` writes over it
     wants_out = bool(wanted.out or (wanted.subspace and weights.out is None))
     heads, cells, sharpness, mode = _how(z, form, grid)
-    dkeys, dw, dt, update = group_adjoint(projected, keys, w, t, ds, heads, cells, sharpness, mode, wants_out)
+    dkeys, dw, dt, update = group_adjoint(
+        projected, keys, _cell(z, form, grid), w, t, ds, heads, cells, sharpness, mode, wants_out
+    )
     if wants_out:
         dweight = tokens_out.mT @ update.flatten(0, 1)
     del update
