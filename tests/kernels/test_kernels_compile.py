@@ -20,13 +20,11 @@ from dmst.kernels.fused import adjoint, energy, front, gate, mixture, moments, p
 
 B, F, I = "*bf16", "*fp32", "i32"
 BLOCK = dict(K=8, P=48, HEADS=2, WIDTH=64, TOKENS=16)
-ALONG = dict(BLOCK, delta=1e-8, sign=-1.0, UNIFORM=False, NORMALIZE=False, DELTA=True, GATED=True, UPDATE=True, MODE=0,
-             STAGES=2)
+ALONG = dict(BLOCK, delta=1e-8, sign=-1.0, UNIFORM=False, NORMALIZE=False, DELTA=True, GATED=True, SUM=True, UPDATE=True,
+             MODE=0, STAGES=2)
 SUMS = dict(ALONG, UPDATE=False)
-FINISH = dict(delta=1e-8, K=8, P=48, WIDTH=64, PARTS=256, UNIFORM=False, DELTA=True)
 ADJOINT = dict(BLOCK, sign=-1.0, MODE=0, GATED=True, UNIFORM=False, SIGMOID=True, SUM=True, PULL=True, BIAS=True,
                UPDATE=True, STAGES=2)
-UPDATE = dict(BLOCK, sign=-1.0, MODE=0, GATED=True, STAGES=2)
 ENERGY = dict(BLOCK, HEADS=8, NORMALIZE=True, SCORED=True)
 FRONT = dict(D=384, K=8, HEADS=8, TERMS=2, SLOTS=16, Q=128, COLUMNS=128, TOKENS=64, CHANNELS=64, ROTARY=True, LEVEL=True,
              SCORES=True, KEYS=True, EXACT=False)
@@ -43,8 +41,7 @@ CASES = {
     + [(gate.gate_adjoint_kernel, dict(scale=1.0, K=8, ALL=8, GATE=g, ACTIVE=2 * (g == 1))) for g in (1, 2, 3, 4, 5)],
     "moments": [(moments.moments_kernel, c) for c in (
         ALONG, SUMS, dict(ALONG, GATED=False, MODE=2), dict(ALONG, UNIFORM=True, GATED=False, DELTA=False),
-        dict(SUMS, NORMALIZE=True, GATED=False), dict(ALONG, MODE=1))],
-    "finish": [(moments.finish_kernel, c) for c in (FINISH, dict(FINISH, UNIFORM=True, DELTA=False))],
+        dict(SUMS, NORMALIZE=True, GATED=False), dict(ALONG, MODE=1), dict(ALONG, SUM=False))],
     "adjoint": [(adjoint.adjoint_kernel, c) for c in (
         ADJOINT, dict(ADJOINT, PULL=False), dict(ADJOINT, SUM=False, MODE=1), dict(ADJOINT, MODE=2),
         dict(ADJOINT, UNIFORM=True, GATED=False, SIGMOID=False), dict(ADJOINT, BIAS=False, UPDATE=False))],
@@ -56,8 +53,7 @@ CASES = {
                     (mixture.backward_kernel, 4, dict(WANTED=True)))
                 for m, low, g in ((0, 2, 16), (2, 1, 32), (1, 0, 16)) if phase != 3 or m == 2]
     + [(mixture.spread_kernel, dict(K=8, R=16, G=16, LOW=2, TOKENS=64, KEYS=16, GROUPS=16))],
-    "rest": [(moments.update_kernel, UPDATE), (moments.update_kernel, dict(UPDATE, MODE=2, GATED=False)),
-             (energy.energy_kernel, ENERGY), (energy.energy_kernel, dict(ENERGY, NORMALIZE=False, SCORED=False)),
+    "rest": [(energy.energy_kernel, ENERGY), (energy.energy_kernel, dict(ENERGY, NORMALIZE=False, SCORED=False)),
              (energy.energy_adjoint_kernel, dict(BLOCK, NORMALIZE=True, BIAS=True, STAGES=2)),
              (product.linear_gelu_kernel, dict(D=384, H=1536, BIAS=True, ROWS=128, COLUMNS=128, CHANNELS=64, STAGES=3)),
              (product.linear_gelu_kernel, dict(D=48, H=80, BIAS=False, ROWS=128, COLUMNS=128, CHANNELS=64, STAGES=3))],
@@ -70,7 +66,7 @@ REALS = {"scale", "delta", "sign"}
 def kind(kernel, name, constants):
     if kernel is moments.moments_kernel and name == "weight_ptr":
         return F
-    if name in LOW or (name == "out_ptr" and kernel in (moments.update_kernel, product.linear_gelu_kernel)):
+    if name in LOW or (name == "out_ptr" and kernel is product.linear_gelu_kernel):
         return B
     return F if name.endswith("_ptr") or name.endswith(("_cos", "_sin")) else I
 
@@ -162,7 +158,7 @@ def test_the_compiler_sees_the_kernels(what: str, least: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "groups",
     [
-        "front gate moments finish",
+        "front gate moments",
         "adjoint rest",
         "mixture",
     ],

@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmst.kernels import plan
 from dmst.kernels.form import Form
 from dmst.kernels.fused.core import head_block, tile
 from dmst.kernels.fused.launch import launch, op
-from dmst.kernels.fused.moments import sums
+from dmst.kernels.fused.moments import sums, sweep_of
 from dmst.kernels.plan import over, power_of_two
 
 
@@ -79,9 +78,7 @@ def energy(projected: Tensor, scores: Tensor | None, temperature: Tensor, form: 
     k, p = told.num_heads, d // told.num_heads
     channel = projected.new_empty(0, k, p, dtype=torch.float32)
     if told.normalize_tokens:
-        channel = (
-            sums(projected, None, None, told, plan.sweep("settle", b, n, k, p, projected.dtype))[0].sum(1).clamp(min=1e-24)
-        )
+        channel = sums(projected, None, None, told)[0].sum(1).clamp(min=1e-24)
     out = torch.empty(b, n, k, device=projected.device, dtype=torch.float32)
     heads, width = power_of_two(k), power_of_two(p)
     tokens = max(1, min(16, 4096 // (heads * width)))
@@ -100,8 +97,8 @@ def energy_adjoint(
     """Adds to dS what the energies ask of it; the gradients of the temperature (k, 1) and of the bias (b, splits, k, p)."""
     told, (b, n, d) = Form.read(form), projected.shape
     k, p = told.num_heads, d // told.num_heads
-    sweep, normalize = plan.sweep("settle", b, n, k, p, projected.dtype), told.normalize_tokens
-    mean = sums(projected, dlogits, channel if normalize else None, told, sweep)[0].sum(1)  # sum_n dlogits s^2 / E
+    sweep, normalize = sweep_of(projected, told), told.normalize_tokens
+    mean = sums(projected, dlogits, channel if normalize else None, told)[0].sum(1)  # sum_n dlogits s^2 / E
     dtemperature = mean.sum((0, 2)).unsqueeze(-1)
     if normalize:  # at the floor the divisor is a constant
         mean = torch.where(channel > 1e-24, mean, 0)
