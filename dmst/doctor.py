@@ -107,7 +107,7 @@ def operator_table(device: torch.device) -> list[dict[str, str]]:
         else:
             if isinstance(operator, TokenStatistics | GMSA):
                 training, inference = (kernel_of(operator, device, dtype, grad) for grad in (True, False))
-                why = why_of(operator, device, dtype)
+                why = choice.verdict(device, dtype, operator.form, WIDTH, "auto").why
         rows.append({"operator": name, "training": training, "inference": inference, "why": why})
     return rows
 
@@ -116,16 +116,7 @@ def kernel_of(operator: TokenStatistics | GMSA, device: torch.device, dtype: tor
     """Float32 tokens, and products in `dtype`, as autocast has them."""
     with choice.use_kernels("auto"), torch.set_grad_enabled(grad):
         z = torch.empty(SHAPE, device=device)
-        if isinstance(operator, GMSA):
-            return KERNELS.get(choice.mixture_kernel_for(z, operator.weights(), operator.form, dtype), "fused")
         return KERNELS.get(choice.kernel_for(z, operator.weights(), operator.form, dtype), "fused")
-
-
-def why_of(operator: TokenStatistics | GMSA, device: torch.device, dtype: torch.dtype) -> str:
-    if not isinstance(operator, GMSA):
-        return choice.verdict(device, dtype, operator.form, WIDTH, "auto").why
-    with choice.use_kernels("auto"):
-        return choice.mixture_problem(torch.empty(SHAPE, device=device), operator.form, dtype) or "fits in one program"
 
 
 def usual_dtype(device: torch.device) -> torch.dtype:

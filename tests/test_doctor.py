@@ -113,7 +113,7 @@ def test_a_fused_kernel_that_gives_way_has_failed(monkeypatch: pytest.MonkeyPatc
     def breaks(*_: object) -> None:
         raise RuntimeError("out of resource: shared memory")
 
-    monkeypatch.setattr(layer, "_fused_forward", breaks)
+    monkeypatch.setattr(layer, "_forward", breaks)
     attempt.anew()
     monkeypatch.setattr(choice, "verdict", lambda *_: choice.Verdict(True, "here"))
     for _ in range(2):  # what gave way once is silent afterwards: it must be said again

@@ -8,11 +8,10 @@ from torch import Tensor
 from dmst.errors import ShapeError
 from dmst.kernels import reference
 from dmst.kernels.autocast import autocast_is_on, without_autocast
-from dmst.kernels.choice import kernel_for, mixture_kernel_for, use_kernels
+from dmst.kernels.choice import AnyForm, AnyWeights, kernel_for, use_kernels
 from dmst.kernels.form import Form, Weights
-from dmst.kernels.mixture import MixtureForm, MixtureWeights
 
-__all__ = ["Form", "Weights", "attend", "attend_mixture", "compute_dtype", "reference", "use_kernels", "without_autocast"]
+__all__ = ["Form", "Weights", "attend", "compute_dtype", "reference", "use_kernels", "without_autocast"]
 
 
 def compute_dtype(z: Tensor) -> torch.dtype:
@@ -22,7 +21,7 @@ def compute_dtype(z: Tensor) -> torch.dtype:
     return z.dtype
 
 
-def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None) -> Tensor:
+def attend(z: Tensor, weights: AnyWeights, form: AnyForm, *, grid: tuple[int, int] | None = None) -> Tensor:
     """The layer on z (b, n, d): projections in the compute dtype, everything between them in at least float32."""
     check(z, weights, form)
     dtype = compute_dtype(z)
@@ -31,26 +30,18 @@ def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | N
         return kernel(z, weights, form, grid=grid, dtype=dtype)
 
 
-def attend_mixture(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: tuple[int, int] | None = None) -> Tensor:
-    """GMSA on z (b, n, d): projections in the compute dtype, everything between them in at least float32."""
-    dtype = compute_dtype(z)
-    kernel = mixture_kernel_for(z, weights, form, dtype)
-    with without_autocast(z):
-        return kernel(z, weights, form, grid=grid, dtype=dtype)
-
-
-def check(z: Tensor, weights: Weights, form: Form) -> None:
+def check(z: Tensor, weights: AnyWeights, form: AnyForm) -> None:
     """Refuse what does not fit before anything is launched: a kernel would read beyond its memory."""
     if z.ndim != 3 or not z.is_floating_point():
         raise ShapeError(f"z is {tuple(z.shape)} in {z.dtype}: it must be (batch, tokens, width) in a floating-point dtype.")
     d, k = z.shape[-1], form.num_heads
     if d % k:
         raise ShapeError(f"z has width {d}, which {k} heads do not divide.")
-    shapes, device = ((d, d), (d,), (k, d), (k,), (d, d), (d,), (k, 1), ()), z.device
-    for name, weight, shape in zip(Weights._fields, weights, shapes, strict=True):
+    for name, shape in form.shapes(d).items():
+        weight = getattr(weights, name)
         if weight is None:
             continue
         if weight.shape != shape:
             raise ShapeError(f"{name} has shape {tuple(weight.shape)}: for z of width {d} and {k} heads it must be {shape}.")
-        if weight.device != device:
-            raise ShapeError(f"{name} is on {weight.device} and z on {device}: move one with .to().")
+        if weight.device != z.device:
+            raise ShapeError(f"{name} is on {weight.device} and z on {z.device}: move one with .to().")

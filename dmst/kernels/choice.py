@@ -14,8 +14,7 @@ As a function it holds until the next call; in a `with` it holds inside. One cho
     otherwise CPU, sparsemax gate, eager                     silent        heads with gate 0 left out where that is faster
     otherwise                                                reference
 
-GMSA has its own three: `fused/mixture_layer` where its `serves` says so, else `mixture` and `mixture_closed_form`, chosen as
-reference and closed_form are.
+GMSA has a reference and a closed form of its own, `mixture` and `mixture_closed_form`.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,16 +36,29 @@ from dmst import tracing
 from dmst.errors import OptionError, choose
 from dmst.kernels import closed_form, mixture, mixture_closed_form, plan, reference, silent
 from dmst.kernels.form import Form, Weights
+from dmst.kernels.mixture import MixtureForm, MixtureWeights
 
 CHOICES = ("auto", "reference", "fused")
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 8)  # tested, both; a newer one may break the kernels, as 3.9 does
 UNTESTED = "the newest that was tested"
 OLDEST_DEVICE = (8, 0)  # bfloat16 and TF32 in the tensor cores
 
-# What "auto" does on a CUDA device, by dtype. Timed on one H200 by CUDA-graph replay, in bfloat16 alone
-# (results/h200/operators.json): the other two follow it unmeasured, and `dmst doctor` says so.
-AUTO = {torch.bfloat16: True, torch.float16: True, torch.float32: True}
-TIMED = {torch.bfloat16}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+AnyForm = Form | MixtureForm
+AnyWeights = Weights | MixtureWeights
+Kernel = Callable[..., Tensor]
+
+
+class Plain(NamedTuple):
+    reference: ModuleType
+    closed: ModuleType
+
+
+def plain_of(form: AnyForm) -> Plain:
+    """The modules whose `attend` computes this form in plain torch."""
+    return Plain(mixture, mixture_closed_form) if isinstance(form, MixtureForm) else Plain(reference, closed_form)
+
 
 _chosen = "auto"
 
@@ -145,30 +158,38 @@ def _card_problem(index: int, is_available: Callable[[], bool], capability: Call
 machine_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def verdict(device: torch.device, dtype: torch.dtype, form: Form, dim: int, choice: str | None = None) -> Verdict:
+def verdict(device: torch.device, dtype: torch.dtype, form: AnyForm, dim: int, choice: str | None = None) -> Verdict:
     """Would a layer of this form and width, on this device, with tokens and products in these dtypes, be fused?"""
     choice = choice or _chosen
     if choice == "reference":
         return Verdict(False, 'use_kernels("reference")')
-    if dtype not in AUTO:
+    if dtype not in DTYPES:
         return Verdict(False, f"fused kernels compute in at most float32, and this is {str(dtype).removeprefix('torch.')}")
-    if form.num_heads > plan.MOST_HEADS or dim // form.num_heads > plan.WIDEST:
-        return Verdict(False, f"fused kernels take up to {plan.MOST_HEADS} heads of up to {plan.WIDEST} channels")
-    if (form.membership == "sigmoid" and form.token_sparse_rescale) or (form.membership == "energy" and form.uniform_moment):
-        return Verdict(False, "fused kernels do not compute this form")  # no operator has it
-    if form.split:
-        return Verdict(False, "fused kernels read the same scores for membership and gate")
-    problem = machine_problem(device.type, device.index or 0, choice == "fused")
+    problem = _too_large(form, dim) or machine_problem(device.type, device.index or 0, choice == "fused")
     if problem:
         return Verdict(False, problem)
-    if choice == "auto" and not AUTO[dtype]:
-        return Verdict(False, f"measured slower in {str(dtype).removeprefix('torch.')}")
-    if choice == "auto":
-        return Verdict(True, "measured fastest in CUDA graphs" if dtype in TIMED else "as bfloat16; not timed in this dtype")
-    return Verdict(True, 'use_kernels("fused")')
+    return Verdict(True, "the default on this GPU" if choice == "auto" else 'use_kernels("fused")')
 
 
-def _fused_attend(*args: Any, **kwargs: Any) -> Tensor:
+def _too_large(form: AnyForm, dim: int) -> str:
+    """Why no kernel computes this form at this width; nothing where one does."""
+    p = dim // form.num_heads
+    if form.num_heads > plan.MOST_HEADS or p > plan.WIDEST:
+        return f"fused kernels take up to {plan.MOST_HEADS} heads of up to {plan.WIDEST} channels"
+    if isinstance(form, MixtureForm):
+        means = max(16, plan.power_of_two(p)) * max(16, plan.power_of_two(form.groups))
+        limits = [("groups times channels", means, plan.MOST_MEANS), ("key_dim", form.key_dim, plan.MOST_KEYS)]
+        wrong = [
+            f"up to {most} {name}, not {size}" for name, size, most in (*limits, ("rounds", form.rounds, 1)) if size > most
+        ]
+        wrong += ["keys that are not normalised"] if form.normalize_keys else []
+        return f"the fused GMSA takes {', '.join(wrong)}" if wrong else ""
+    if (form.membership == "sigmoid" and form.token_sparse_rescale) or (form.membership == "energy" and form.uniform_moment):
+        return "fused kernels do not compute this form"  # no operator has it
+    return "fused kernels read the same scores for membership and gate" if form.split else ""
+
+
+def _fused(*args: Any, **kwargs: Any) -> Tensor:
     from dmst.kernels.fused.layer import attend  # Triton is imported only where it is used
 
     return attend(*args, **kwargs)
@@ -185,70 +206,26 @@ def _checkpointed(
     return checkpoint(run, z, *weights, use_reentrant=False, preserve_rng_state=False)
 
 
-def serves(z: Tensor, form: Form, dtype: torch.dtype) -> bool:
-    """Whether the fused kernels compute this layer, now."""
-    if tracing.exported() or tracing.transformed():
-        return False
-    return verdict(z.device, z.dtype if z.dtype == torch.float64 else dtype, form, z.shape[-1]).fused
-
-
-def kernel_for(z: Tensor, weights: Weights, form: Form, dtype: torch.dtype) -> Callable[..., Tensor]:
+def kernel_for(z: Tensor, weights: AnyWeights, form: AnyForm, dtype: torch.dtype) -> Kernel:
     """The `attend` that computes this layer, now."""
     alone = tracing.is_plain_eager()  # one question in place of many, where a call waits for the host
+    plain = plain_of(form)
     if not alone and (tracing.exported() or tracing.dual()):
-        return reference.attend
+        return plain.reference.attend
     if alone or not tracing.transformed():
         wide = z.dtype if z.dtype == torch.float64 else dtype
         answer = verdict(z.device, wide, form, z.shape[-1])
         if answer.fused:
-            return _fused_attend
+            return _fused
         if _chosen == "fused":
             raise OptionError(f'use_kernels("fused"): {answer.why}. Use use_kernels("auto") to fall back by itself.')
     if tracing.traced():
-        return reference.attend
+        return plain.reference.attend
     if form.split:
-        return _checkpointed if form.save == "nothing" and not tracing.transformed() else reference.attend
+        return _checkpointed if form.save == "nothing" and not tracing.transformed() else plain.reference.attend
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
-        return closed_form.attend
+        return plain.closed.attend
     readable = not (tracing.transformed() or tracing.dispatched())  # by the host: which heads are on
-    if z.device.type == "cpu" and form.gate == "sparsemax" and readable:
+    if isinstance(form, Form) and z.device.type == "cpu" and form.gate == "sparsemax" and readable:
         return silent.attend
-    return reference.attend
-
-
-def mixture_kernel_for(
-    z: Tensor, weights: mixture.MixtureWeights, form: mixture.MixtureForm, dtype: torch.dtype
-) -> Callable[..., Tensor]:
-    """The `attend` that computes GMSA, now."""
-    if tracing.exported() or tracing.dual():
-        return mixture.attend
-    if not tracing.transformed():
-        problem = mixture_problem(z, form, dtype)
-        if not problem:
-            return _fused_mixture
-        if _chosen == "fused":
-            raise OptionError(f'use_kernels("fused"): {problem}. Use use_kernels("auto") to fall back by itself.')
-    if tracing.traced():
-        return mixture.attend
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights))
-    return mixture_closed_form.attend if wanted else mixture.attend
-
-
-def mixture_problem(z: Tensor, form: mixture.MixtureForm, dtype: torch.dtype) -> str:
-    """Why the fused kernel of GMSA does not serve; nothing where it does."""
-    if _chosen == "reference":
-        return 'use_kernels("reference")'
-    if z.dtype == torch.float64 or dtype not in AUTO:
-        return "fused kernels compute in at most float32"
-    problem = machine_problem(z.device.type, z.device.index or 0, _chosen == "fused")
-    if problem:
-        return problem
-    from dmst.kernels.fused.mixture_layer import serves
-
-    return serves(z.shape[-1], form)
-
-
-def _fused_mixture(*args: Any, **kwargs: Any) -> Tensor:
-    from dmst.kernels.fused.mixture_layer import attend
-
-    return attend(*args, **kwargs)
+    return plain.reference.attend

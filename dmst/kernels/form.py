@@ -50,6 +50,11 @@ class Form:
     def read(text: str) -> Form:
         return Form(**json.loads(text))
 
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        """Of the weights, by their names in `Weights`."""
+        k = self.num_heads
+        return dict(zip(Weights._fields, ((d, d), (d,), (k, d), (k,), (d, d), (d,), (k, 1), ()), strict=True))
+
     @property
     def split(self) -> bool:
         """Whether membership and gate read scores of different positions: plain torch alone computes that."""

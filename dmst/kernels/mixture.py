@@ -53,7 +53,15 @@ class MixtureForm:
     own: bool = True  # whether a token's own coordinates are part of its update
     normalize_keys: bool = False
     rounds: int = 1
-    max_active_heads = None  # GATE reads it; there is no cap here
+    # what other forms can be asked for, and this one cannot
+    max_active_heads = None
+    save = "projected"
+    split = False
+
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        """Of the weights, by their names in `MixtureWeights`; theta is one number or one for each head."""
+        k, q = self.num_heads, self.num_heads * self.key_dim
+        return dict(zip(MixtureWeights._fields[:-1], ((d, d), (q, d), (q,), (k, d), (d, d), (d,)), strict=True))
 
     @property
     def sharpness(self) -> float:

@@ -114,7 +114,7 @@ class GMSA(Unrolled):
     def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
         self.check(z)
         if self.is_plain():
-            return self.proj_drop(kernels.attend_mixture(z, self.weights(), self.form, grid=grid))
+            return self.proj_drop(kernels.attend(z, self.weights(), self.form, grid=grid))
         steps = self.steps(z, grid)
         with kernels.without_autocast(z):
             update = mixture.update_of(steps, self.step_size(), self.form)

@@ -285,7 +285,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exception]]:
         raise raised[0]
 
     attempt.anew()
-    for name in ("_fused_forward", "_fused_backward"):
+    for name in ("_forward", "_backward"):
         monkeypatch.setattr(layer, name, fail)
     yield raised
     attempt.anew()

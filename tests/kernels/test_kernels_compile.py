@@ -96,14 +96,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 import dmst
-from dmst.kernels.fused import layer, mixture_layer
+from dmst.kernels.fused import layer
 
 class Hopper:  # enough for a kernel to be looked at
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
 
 driver.set_active(Hopper())
-what, operator = sys.argv[1], dmst.operators.create(sys.argv[1], 96, 4)
+operator = dmst.operators.create(sys.argv[1], 96, 4)
 inside = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 with inside:
     z = torch.empty(2, 197, 96, requires_grad=True)
@@ -112,7 +112,7 @@ with inside:
 
 def run(z, *tensors):
     made = type(operator.weights())(**dict(zip(weights, tensors)))
-    return ((mixture_layer if what == "gmsa" else layer).attend(z, made, operator.form, dtype=torch.bfloat16),)
+    return (layer.attend(z, made, operator.form, dtype=torch.bfloat16),)
 
 with inside:
     graph = aot_export_joint_simple(run, (z, *weights.values()), trace_joint=True).graph

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dmst import rotary
 from dmst.kernels import plan
 from dmst.kernels.choice import interpreted
 from dmst.kernels.fused.launch import flops, launch, op
@@ -207,10 +208,17 @@ def into_weights_kernel(
         tl.store(dkey_ptr + (part * Q + column[None, :]) * D + channel[:, None], dkey, mask=real)
 
 
-def _sizes(like: Tensor, assign: int, key: int, tile: plan.Cut, tables: list[Tensor], step: int) -> dict[str, Any]:
+def tables(mode: str, z: Tensor, grid: Any) -> tuple[list[Tensor], int]:
+    """Of the rotation of z (b, n, d), and their step; none where nothing turns."""
+    f32, place = torch.float32, z.device
+    factors = rotary.factors(mode, z.shape[-1], z.shape[1], grid, step=plan.STEP, device=place, dtype=f32)
+    return ([], 1) if factors is None else ([x.contiguous() for x in (*factors.far, *factors.near)], factors.step)
+
+
+def _sizes(like: Tensor, assign: int, key: int, tile: plan.Cut, turn: list[Tensor], step: int) -> dict[str, Any]:
     """Constants of the three kernels; `assign` and `key` count rows. A slot is a term of a head. The interpreter multiplies
     bfloat16 wrongly, so that it is given the same numbers as float32."""
-    turned, wide = len(tables) > 0, like.dtype == torch.float32
+    turned, wide = len(turn) > 0, like.dtype == torch.float32
     terms, heads = 1 if wide else 2, max(16 if wide else 8, power_of_two(assign))
     return {
         "D": like.shape[-1], "K": assign, "HEADS": heads, "TERMS": terms, "SLOTS": terms * heads, "Q": key,
@@ -221,7 +229,7 @@ def _sizes(like: Tensor, assign: int, key: int, tile: plan.Cut, tables: list[Ten
 
 @op()
 def front(
-    z: Tensor, tables: list[Tensor], step: int, assign: Tensor | None, bias: Tensor | None, key: Tensor | None,
+    z: Tensor, turn: list[Tensor], step: int, assign: Tensor | None, bias: Tensor | None, key: Tensor | None,
     key_bias: Tensor | None, sigmoid: bool, pooled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of z (b, n, d): pi or l (b, n, k), where there are no keys; with `pooled` sums of l by tile, (b, tiles, k); and keys
@@ -229,13 +237,13 @@ def front(
     """
     (b, n, d), k, q = z.shape, 0 if assign is None else assign.shape[0], 0 if key is None else key.shape[0]
     tile = plan.cut("front keys" if q else "front", d, z.dtype, q)
-    tiles, sizes = over(n, tile.tokens), _sizes(z, k, q, tile, tables, step)
+    tiles, sizes = over(n, tile.tokens), _sizes(z, k, q, tile, turn, step)
     out = torch.empty(b if k and not q else 0, n, k, device=z.device, dtype=torch.float32)
     sums = torch.empty(b, tiles if k and pooled else 0, k, device=z.device, dtype=torch.float32)
     keys = torch.empty(b if q else 0, n, q, device=z.device, dtype=z.dtype if key is None else key.dtype)
     launch(
         front_kernel, (b * tiles, max(1, over(q, sizes["COLUMNS"]))),
-        z, *(tables or (z,) * 4), assign, bias, key, key_bias, out, sums, keys, n, step, tiles,
+        z, *(turn or (z,) * 4), assign, bias, key, key_bias, out, sums, keys, n, step, tiles,
         SCORES=k > 0, BIAS=bias is not None, SIGMOID=sigmoid, SUMS=pooled, KEY_BIAS=key_bias is not None,
         STAGES=tile.stages, **sizes,
     )  # fmt: skip
@@ -245,7 +253,7 @@ def front(
 @op()
 def into_tokens(
     product: Tensor, dscores: Tensor | None, dpooled: Tensor | None, assign: Tensor | None, dkeys: Tensor | None,
-    key: Tensor | None, tables: list[Tensor], step: int,
+    key: Tensor | None, turn: list[Tensor], step: int,
 ) -> Tensor:  # fmt: skip
     """dz (b, n, d) from dS U^T, dscores (b, n, k), dpooled (b, k), each token's share of the gate, and dkeys (b, n, q)."""
     (b, n, d), k, q = product.shape, 0 if assign is None else assign.shape[0], 0 if key is None else key.shape[0]
@@ -253,28 +261,28 @@ def into_tokens(
     tiles, dz = over(n, tile.tokens), torch.empty_like(product)
     launch(
         into_tokens_kernel, (b * tiles, over(d, tile.channels)),
-        dscores, dpooled, assign, dkeys, key, product, *(tables or (product,) * 4), dz, n, step, tiles,
-        SCORES=dscores is not None, GATED=dpooled is not None, **_sizes(product, k, q, tile, tables, step),
+        dscores, dpooled, assign, dkeys, key, product, *(turn or (product,) * 4), dz, n, step, tiles,
+        SCORES=dscores is not None, GATED=dpooled is not None, **_sizes(product, k, q, tile, turn, step),
     )  # fmt: skip
     return dz
 
 
 @op()
 def into_weights(
-    z: Tensor, dscores: Tensor | None, dpooled: Tensor | None, dkeys: Tensor | None, tables: list[Tensor], step: int
+    z: Tensor, dscores: Tensor | None, dpooled: Tensor | None, dkeys: Tensor | None, turn: list[Tensor], step: int
 ) -> tuple[Tensor, Tensor]:
     """Partial sums of the gradients of `assign` (rows, k, d) and of the keys' weight (rows, q, d)."""
     (b, n, d), q = z.shape, 0 if dkeys is None else dkeys.shape[-1]
     given = dpooled if dscores is None else dscores
     k, tile = 0 if given is None else given.shape[-1], plan.cut("into_weights keys" if q else "into_weights", d, z.dtype, q)
-    tiles, sizes = over(n, tile.tokens), _sizes(z, k, q, tile, tables, step)
+    tiles, sizes = over(n, tile.tokens), _sizes(z, k, q, tile, turn, step)
     run = over(b * tiles, max(1, plan.WEIGHT_PROGRAMS // over(d, tile.channels)))
     rows = over(b * tiles, run)
     dassign = torch.empty(rows, k, d, device=z.device, dtype=torch.float32)
     dkey = torch.empty(rows, q, d, device=z.device, dtype=torch.float32)
     launch(
         into_weights_kernel, (rows, over(d, tile.channels), max(1, over(q, sizes["COLUMNS"]))),
-        z, *(tables or (z,) * 4), dscores, dpooled, dkeys, dassign, dkey, n, step, tiles, run, b * tiles,
+        z, *(turn or (z,) * 4), dscores, dpooled, dkeys, dassign, dkey, n, step, tiles, run, b * tiles,
         SCORES=dscores is not None, GATED=dpooled is not None, STAGES=tile.stages, **sizes,
     )  # fmt: skip
     return dassign, dkey
@@ -284,6 +292,6 @@ def _rows(*shapes: Any) -> int:
     return sum(shape[0] for shape in shapes if shape is not None)
 
 
-flops("front", lambda z, tables, step, assign, bias, key, *_: 2 * math.prod(z) * _rows(assign, key))
+flops("front", lambda z, turn, step, assign, bias, key, *_: 2 * math.prod(z) * _rows(assign, key))
 flops("into_tokens", lambda product, dl, dp, assign, dq, key, *_: 2 * math.prod(product) * _rows(assign, key))
 flops("into_weights", lambda z, dl, dp, dq, *_: 2 * math.prod(z) * ((dl or dp or [0])[-1] + (dq or [0])[-1]))

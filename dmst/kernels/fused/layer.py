@@ -1,164 +1,81 @@
-"""The layer, from the kernels of this folder and the library's products.
+"""A layer, from the kernels of this folder and the library's products: what all of the family share.
 
-    forward     scores of z, gate | s = z U | moments, update | output = update W
-    backward    G = dout W^T | adjoint: dS, dscores | dW | dU | dassign | dz = dS U^T + the scores' part
+    forward     scores or keys of z, gate | s = z U | statistics, update | output = update W
+    backward    G = dout W^T | statistics: dS over G, dscores or dkeys | dW | dU | dassign, dkey | dz = dS U^T + their part
 
-One autograd function, in closed form (`closed_form.py`), in memory order (b, n, k, p). It keeps z, s, membership and statistics
-without a token axis; with save="nothing" z alone, and the backward pass begins with the forward pass. z comes in the dtype of
-the products: under autocast the cast stands before, where the compiler joins it with the norm that makes z. Under torch.compile
-the compiler sees everything in here. In eager calls a kernel that fails is reported once, and plain torch takes its place in
-every layer of that form, width and dtype: slower, never different.
+`statistics_layer.py` (TSSA, DMSA and relatives) and `mixture_layer.py` (GMSA) have what is between the products: `steps` on the
+way there, `pull` on the way back. This is one autograd function in closed form, in memory order (b, n, k, p). It keeps z and
+what `steps` says; with save="nothing" z alone, and the backward pass takes the steps again. z comes in the dtype of the
+products: under autocast the cast stands before, where the compiler joins it with the norm that makes z.
+
+Under torch.compile the compiler sees everything in here. In eager calls a kernel that fails is reported once, and plain torch
+takes its place in every layer of that form, width and dtype: slower, never different.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst import rotary
-from dmst.kernels import closed_form, plan, reference
 from dmst.kernels.arithmetic import aligned, cast
 from dmst.kernels.attempt import attempt
 from dmst.kernels.autocast import without_autocast
-from dmst.kernels.form import MEMBERSHIP, Form, Weights
-from dmst.kernels.fused import adjoint, energy, front, gate, moments
+from dmst.kernels.choice import AnyForm, AnyWeights, plain_of
+from dmst.kernels.form import Weights
+from dmst.kernels.fused import front, mixture_layer, statistics_layer
 from dmst.kernels.fused.launch import Once
+from dmst.kernels.mixture import MixtureForm, MixtureWeights
 
-F32 = torch.float32
-
-
-class Kept(NamedTuple):
-    """For the backward pass; None where a layer has none."""
-
-    projected: Tensor | None = None  # (b, n, k p)
-    membership: Tensor | None = None  # (b, n, k)
-    pooled: Tensor | None = None  # (b, k)
-    gate: Tensor | None = None  # (b, k)
-    moment: Tensor | None = None  # (b, k, p)
-    divisor: Tensor | None = None  # (b, k)
-    channel: Tensor | None = None  # (b, k, p), TSSA's energy of each channel
+Grid = tuple[int, int] | None
+Grads = dict[str, Tensor]
 
 
-class Call(NamedTuple):
-    """What a pass is given beside z."""
-
-    weights: Weights
-    tables: list[Tensor]  # of the rotation
-    form: Form
-    step: int  # of the tables
-
-
-W, T = len(Weights._fields), 4
-
-
-def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
+def attend(z: Tensor, weights: AnyWeights, form: AnyForm, *, grid: Grid = None, dtype: torch.dtype) -> Tensor:
     """The whole layer on z (b, n, d); the two large projections run in `dtype`."""
     z = cast(z, dtype)
-    tables: Sequence[Tensor | None] = (None,) * T
-    step = 1
-    if weights.assign is not None:
-        factors = rotary.factors(form.rotary, z.shape[-1], z.shape[1], grid, step=plan.STEP, device=z.device, dtype=F32)
-        if factors is not None:
-            tables, step = (*factors.far, *factors.near), factors.step
-    tensors = (*weights, *tables)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, *tensors)):
-        return _Layer.apply(z, *tensors, form, step)
-    return _forward(z, _call(tensors, form, step))[0]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, *weights)):
+        return _Layer.apply(z, *weights, form, grid)
+    return _attempt(_forward, _plain_forward, z, weights, form, grid)[0]
 
 
-def _call(tensors: Sequence[Tensor | None], form: Form, step: int) -> Call:
-    weights: Any = tensors[:W]
-    return Call(Weights(*weights), [x.contiguous() for x in tensors[W : W + T] if x is not None], form, step)
+def _attempt(fused: Any, plain: Any, z: Tensor, weights: AnyWeights, form: AnyForm, grid: Grid, *rest: Any) -> Any:
+    """What fails once fails for all of this kind."""
+    name = "GMSA" if isinstance(form, MixtureForm) else "the layer"
+    return attempt(fused, plain, (z, weights, form, grid, *rest), z, (name, form, z.shape[-1], z.dtype, z.device))
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, *arguments: Any) -> Tensor:
-        *tensors, form, step = arguments
-        out, kept = _forward(z, _call(tensors, form, step))
-        ctx.rest = form, step
-        ctx.save_for_backward(z, *tensors, *(Kept() if form.save == "nothing" else kept))
+        *tensors, form, grid = arguments
+        out, *kept = _attempt(_forward, _plain_forward, z, _weights(tensors, form), form, grid)
+        ctx.rest = form, grid
+        ctx.save_for_backward(z, *tensors, *(() if form.save == "nothing" else kept))
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple:
         z, *rest = ctx.saved_tensors
-        tensors, kept = rest[: W + T], Kept(*rest[W + T :])
-        wanted = ctx.needs_input_grad
+        (form, grid), count = ctx.rest, len(ctx.needs_input_grad) - 3
+        weights, kept = _weights(rest[:count], form), rest[count:]
+        wants_z, *asked = ctx.needs_input_grad[: 1 + count]
+        wanted = _weights(asked, form)
         with torch.no_grad(), without_autocast(dout):
-            grads = _backward(dout, z, _call(tensors, *ctx.rest), kept, wanted[0], wanted[1 : 1 + W])
+            dz, found = _attempt(_backward, _plain_backward, z, weights, form, grid, dout, wants_z, wanted, kept)
+            pairs = weights._asdict().items()
+            grads = (dz, *(_like(found.get(name), x) if ask else None for (name, x), ask in zip(pairs, wanted, strict=True)))
         if torch.is_grad_enabled():
-            grads = Once.apply(len(grads), *grads, dout, z, *tensors)
-        return *grads, *(None,) * (T + len(ctx.rest))
+            grads = Once.apply(len(grads), *grads, dout, z, *weights)
+        return *grads, None, None
 
 
-# --- forward ---------------------------------------------------------------------------------------------------------
-
-
-def _forward(z: Tensor, call: Call) -> tuple[Tensor, Kept]:
-    return attempt(_fused_forward, _plain_forward, (z, call), z, _kind(z, call))
-
-
-def _fused_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept]:
-    kept, update = _steps(aligned(z), call)
-    return F.linear(update, _weight_out(call.weights).to(z.dtype), cast(call.weights.out_bias, z.dtype)), kept
-
-
-def _steps(z: Tensor, call: Call) -> tuple[Kept, Tensor]:
-    """What there is to keep, and the update."""
-    weights, form, assign = call.weights, call.form, _flat(call.weights.assign)
-    scores = opened = pooled = None
-    if assign is not None:
-        how = (form.membership == "sigmoid", form.gate is not None)
-        scores, sums, _ = front.front(z, call.tables, call.step, assign, _flat(weights.assign_bias), None, None, *how)
-        if form.gate is not None:
-            opened, pooled = gate.open_gate(sums, z.shape[1], *_gate(form))
-    projected = F.linear(z, weights.subspace.to(z.dtype), cast(weights.subspace_bias, z.dtype))
-    membership, channel = _membership(projected, scores, weights, form)
-    update, moment, divisor = moments.settle(projected, membership, opened, weights.theta, form.text)
-    return Kept(projected, membership, pooled, opened, moment, divisor, channel), update
-
-
-def _gate(form: Form) -> tuple[str, float, int]:
-    return str(form.gate), form.gate_scale, form.max_active_heads or 0
-
-
-def _membership(
-    projected: Tensor, scores: Tensor | None, weights: Weights, form: Form
-) -> tuple[Tensor, Tensor | None]:  # (b, n, k), and TSSA's energy of each channel
-    if form.membership == "energy":
-        assert weights.temperature is not None
-        return energy.energy(projected, scores, weights.temperature.contiguous(), form.text)
-    assert scores is not None
-    if form.membership == "sigmoid":
-        return scores, None
-    value = MEMBERSHIP[form.membership].value(scores.mT, form).mT.contiguous()
-    return (value * value.shape[1] if form.token_sparse_rescale else value), None
-
-
-def _weight_out(weights: Weights) -> Tensor:
-    return weights.subspace.mT if weights.out is None else weights.out
-
-
-def _flat(x: Tensor | None) -> Tensor | None:
-    return None if x is None else aligned(x)
-
-
-# --- backward --------------------------------------------------------------------------------------------------------
-
-Grads = tuple[Tensor | None, ...]
-
-
-def _backward(dout: Tensor, z: Tensor, call: Call, kept: Kept, wants_z: bool, wanted: Sequence[bool]) -> Grads:
-    """The gradients of z and of the weights, None where they are not wanted."""
-    asked: Any = (wants_z, Weights(*wanted))  # type: ignore[arg-type]
-    dz, grads = attempt(_fused_backward, _plain_backward, (dout, z, call, kept, *asked), z, _kind(z, call))
-    given = call.weights._asdict().items()
-    return dz, *(_like(grads.get(name), x) if ask else None for (name, x), ask in zip(given, wanted, strict=True))
+def _weights(tensors: Sequence[Any], form: AnyForm) -> Any:
+    return MixtureWeights(*tensors) if isinstance(form, MixtureForm) else Weights(*tensors)
 
 
 def _like(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
@@ -168,92 +85,73 @@ def _like(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
     return grad if grad.shape == weight.shape else grad.reshape(weight.shape)
 
 
-def _fused_backward(
-    dout: Tensor, z: Tensor, call: Call, kept: Kept, wants_z: bool, wanted: Weights
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    z, dout, dtype = aligned(z), aligned(dout), z.dtype
-    weights, form, text = call.weights, call.form, call.form.text
-    if kept.projected is None:
-        kept = _steps(z, call)[0]  # the update, as large as z, is let go
-    projected, membership, pooled, opened, moment, divisor, channel = kept
-    assert projected is not None and membership is not None and moment is not None and divisor is not None
-    tokens_in, tokens_out = z.flatten(0, 1), cast(dout, dtype).flatten(0, 1)
-    grads: dict[str, Tensor] = {}
+def _way(form: AnyForm) -> ModuleType:
+    return mixture_layer if isinstance(form, MixtureForm) else statistics_layer
 
-    # the output product
+
+def _weight_out(weights: AnyWeights, dtype: torch.dtype) -> Tensor:
+    return (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
+
+
+def _forward(z: Tensor, weights: AnyWeights, form: AnyForm, grid: Grid) -> tuple[Any, ...]:
+    """The output and what there is to keep."""
+    update, kept = _way(form).steps(aligned(z), weights, form, grid)
+    return F.linear(update, _weight_out(weights, z.dtype), cast(weights.out_bias, z.dtype)), *kept
+
+
+def _backward(
+    z: Tensor, weights: AnyWeights, form: AnyForm, grid: Grid, dout: Tensor, wants_z: bool, wanted: Any, kept: Sequence[Any]
+) -> tuple[Tensor | None, Grads]:
+    """dz, and gradients by the names of the weights."""
+    z, dout, dtype, way = aligned(z), aligned(cast(dout, z.dtype)), z.dtype, _way(form)
+    if not kept:
+        kept = way.steps(z, weights, form, grid)[1]  # the update, as large as z, is let go
+    tokens_in, tokens_out = z.flatten(0, 1), dout.flatten(0, 1)
+    flow = tokens_out @ _weight_out(weights, dtype)  # G, then dS in its place
     wants_out = bool(wanted.out or (wanted.subspace and weights.out is None))
+    update, dscores, dpooled, dkeys, grads = way.pull(flow, z, weights, form, grid, kept, wanted, wants_out)
     if wanted.out_bias:
-        grads["out_bias"] = tokens_out.sum(0, dtype=F32)
-
-    # between the products
-    flow = tokens_out @ _weight_out(weights).to(dtype)  # G, then dS in its place
-    wants_bias = bool(wanted.subspace_bias)
-    now = wants_bias and form.membership != "energy"  # there the bias is summed in the next pass
-    given = (flow, projected, membership, moment, opened, divisor, weights.theta)
-    dscores, dgate, dtheta, dbias, update = adjoint.pull(*given, text, now, wants_out)
-    dweight = tokens_out.mT @ update.flatten(0, 1) if wants_out else None
+        grads["out_bias"] = tokens_out.sum(0, dtype=torch.float32)
+    if wants_out:
+        grads["out"] = tokens_out.mT @ update.flatten(0, 1)
     del update
-    if form.membership == "energy":
-        assert weights.temperature is not None and channel is not None
-        dscores = MEMBERSHIP["softmax"].pullback(dscores.mT, None, membership.mT, form).mT.contiguous()
-        temperature = weights.temperature.contiguous()
-        dtemperature, dbias = energy.energy_adjoint(flow, projected, dscores, channel, temperature, text, wants_bias)
-        grads["temperature"] = dtemperature
-    elif form.membership != "sigmoid":
-        scale = projected.shape[1] if form.token_sparse_rescale else 1
-        pulled = MEMBERSHIP[form.membership].pullback(dscores.mT * scale, None, membership.mT / scale, form)
-        dscores = pulled.mT.contiguous()
-    if form.mode == "proximal":
-        grads["theta"] = dtheta.sum()
-    if wants_bias:
-        grads["subspace_bias"] = dbias.sum((0, 1)).flatten()
-
-    # the first product
-    if wanted.out and dweight is not None:
-        grads["out"] = dweight
     if wanted.subspace:
-        grads["subspace"] = flow.mT @ tokens_in
-        if weights.out is None and dweight is not None:
-            grads["subspace"] = grads["subspace"] + dweight.mT
+        dsubspace = flow.mT @ tokens_in
+        grads["subspace"] = dsubspace + grads["out"].mT if weights.out is None else dsubspace
     product = (flow @ weights.subspace.to(dtype)).view_as(z) if wants_z else None
-    del given, flow
-
-    # the scores
-    assign = _flat(weights.assign)
-    if assign is None:
+    del flow
+    name, key_weight = ("gate", weights.key) if isinstance(weights, MixtureWeights) else ("assign", None)
+    scored, key = getattr(weights, name), cast(key_weight, dtype)
+    if scored is None and key is None:
         return product, grads
-    dpooled = None if pooled is None else gate.gate_adjoint(dgate, pooled, z.shape[1], *_gate(form))
-    if wanted.assign_bias:
-        total = dscores.sum((0, 1))
-        grads["assign_bias"] = total if dpooled is None else total + z.shape[1] * dpooled.sum(0)
-    if wanted.assign:
-        grads["assign"] = front.into_weights(z, dscores, dpooled, None, call.tables, call.step)[0].sum(0)
+    turn = front.tables(form.rotary, z, grid)
+    if getattr(wanted, name) or getattr(wanted, "key", False):
+        dscored, dkey = front.into_weights(z, dscores, dpooled, dkeys, *turn)
+        grads |= {name: dscored.sum(0), "key": dkey.sum(0)}
     if product is not None:
-        product = front.into_tokens(product, dscores, dpooled, assign, None, None, call.tables, call.step)
+        scored, key = (None if x is None else aligned(x) for x in (scored, key))
+        product = front.into_tokens(product, dscores, dpooled, scored, dkeys, key, *turn)
     return product, grads
 
 
 # --- plain torch in their place --------------------------------------------------------------------------------------
 
 
-def _kind(z: Tensor, call: Call) -> tuple:
-    """What fails once fails for all of these."""
-    return "the layer", call.form, z.shape[-1], z.dtype, z.device
-
-
-def _grid(z: Tensor, call: Call) -> tuple[int, int] | None:
-    return (z.shape[1] // max(call.step, 1), call.step) if call.form.rotary == "2d" else None
-
-
-def _plain_forward(z: Tensor, call: Call) -> tuple[Tensor, Kept]:
-    """The backward pass of these keeps nothing: it begins with z."""
-    return reference.attend(z, call.weights, call.form, grid=_grid(z, call), dtype=z.dtype), Kept()
+def _plain_forward(z: Tensor, weights: AnyWeights, form: AnyForm, grid: Grid) -> tuple[Tensor]:
+    """The backward pass of it keeps nothing: it begins with z."""
+    return (plain_of(form).reference.attend(z, weights, form, grid=grid, dtype=z.dtype),)
 
 
 def _plain_backward(
-    dout: Tensor, z: Tensor, call: Call, kept: Kept, wants_z: bool, wanted: Weights
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    weights, form, grid = call.weights, call.form, _grid(z, call)
-    steps = reference.take_steps(z, reference.score(z, weights, form, grid), weights, form, z.dtype)
-    dz, found = closed_form.pull_back(z, weights, form, grid, z.dtype, steps, dout.to(z.dtype), wanted, wants_z)
-    return dz if wants_z else None, {name: x for name, x in zip(Weights._fields, found, strict=True) if x is not None}
+    z: Tensor, weights: AnyWeights, form: AnyForm, grid: Grid, dout: Tensor, wants_z: bool, wanted: Any, _: Any
+) -> tuple[Tensor | None, Grads]:
+    asked = {"z": wants_z, **wanted._asdict()}
+    leaves = {
+        name: x.detach().requires_grad_(asked[name]) for name, x in (("z", z), *weights._asdict().items()) if x is not None
+    }
+    mine = _weights([leaves.get(name) for name in weights._fields], form)
+    with torch.enable_grad():
+        out = plain_of(form).closed.attend(leaves["z"], mine, form, grid=grid, dtype=z.dtype)
+        found = torch.autograd.grad(out, [x for x in leaves.values() if x.requires_grad], dout.to(z.dtype), allow_unused=True)
+    grads = dict(zip((name for name, x in leaves.items() if x.requires_grad), found, strict=True))
+    return grads.pop("z", None), {name: x for name, x in grads.items() if x is not None}

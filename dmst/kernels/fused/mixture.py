@@ -391,16 +391,9 @@ def _sizes(projected: Tensor, keys: Tensor, heads: int, cells: list[int], sharpn
 
 @op()
 def group_update(
-    projected: Tensor,
-    keys: Tensor,
-    cell: Tensor,
-    w: Tensor,
-    t: Tensor,
-    heads: int,
-    cells: list[int],
-    sharpness: float,
+    projected: Tensor, keys: Tensor, cell: Tensor, cells: list[int], w: Tensor, t: Tensor, heads: int, sharpness: float,
     form: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`cell`: of each token, -1 before the patches. `cells`: groups, rows and columns of the patches, cells down and across."""
     (b, n, _), (groups, *grid) = projected.shape, cells
     sizes = _sizes(projected, keys, heads, cells, sharpness, form)
@@ -432,7 +425,7 @@ def _partial(w: Tensor, splits: int, groups: int, *widths: int) -> list[Tensor]:
 
 @op(mutates=("dupdate",))
 def group_adjoint(
-    projected: Tensor, keys: Tensor, cell: Tensor, w: Tensor, t: Tensor, dupdate: Tensor, heads: int, cells: list[int],
+    projected: Tensor, keys: Tensor, cell: Tensor, cells: list[int], w: Tensor, t: Tensor, dupdate: Tensor, heads: int,
     sharpness: float, form: int, wants_update: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of keys, w and t, and the update once more, empty where it is not wanted; that of projected is written

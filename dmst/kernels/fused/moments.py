@@ -38,8 +38,8 @@ def moments_kernel(
     NORMALIZE: tl.constexpr, SUM: tl.constexpr, UPDATE: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
     MODE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`SUM` alone leaves partial sums of energy and mass, `UPDATE` alone reads T; both leave T and its divisor. `NORMALIZE` divides
-    each square by channel_ki first.
+    """`SUM` alone leaves partial sums of energy and mass, `UPDATE` alone reads T; both leave T and its divisor. `NORMALIZE`
+    divides each square by channel_ki first.
     """
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
