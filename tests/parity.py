@@ -154,7 +154,8 @@ def size_of_terms(made: Layer, name: str) -> float:
     value = getattr(wide.weights, name)
     if name == "assign_bias":
         scores = reference.score(wide.z, wide.weights, wide.form, wide.grid).requires_grad_()
-        steps = reference.take_steps(wide.z, scores, wide.weights, wide.form, F64)
+        projected = reference.project(wide.z, wide.weights, wide.form.num_heads, F64)
+        steps = reference.steps_from(projected, scores, wide.weights.temperature, wide.form)
         out = reference.project_out(reference.update_of(steps, wide.weights.theta, wide.form), wide.weights, F64)
         return torch.autograd.grad(out, scores, wide.grad)[0].abs().sum((0, 2)).norm().item()
 

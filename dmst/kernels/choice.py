@@ -14,7 +14,7 @@ As a function it holds until the next call; in a `with` it holds inside. One cho
     otherwise CPU, sparsemax gate, eager                     silent        heads with gate 0 left out where that is faster
     otherwise                                                reference
 
-GMSA has a reference and a closed form of its own, `mixture` and `mixture_closed_form`.
+The reference of GMSA is `mixture`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dmst import tracing
 from dmst.errors import OptionError, choose
-from dmst.kernels import closed_form, mixture, mixture_closed_form, plan, reference, silent
+from dmst.kernels import closed_form, mixture, plan, reference, silent
 from dmst.kernels.form import Form, Weights
 from dmst.kernels.mixture import MixtureForm, MixtureWeights
 
@@ -50,14 +49,9 @@ AnyWeights = Weights | MixtureWeights
 Kernel = Callable[..., Tensor]
 
 
-class Plain(NamedTuple):
-    reference: ModuleType
-    closed: ModuleType
-
-
-def plain_of(form: AnyForm) -> Plain:
-    """The modules whose `attend` computes this form in plain torch."""
-    return Plain(mixture, mixture_closed_form) if isinstance(form, MixtureForm) else Plain(reference, closed_form)
+def reference_of(form: AnyForm) -> Kernel:
+    """The `attend` that takes this form step by step."""
+    return mixture.attend if isinstance(form, MixtureForm) else reference.attend
 
 
 _chosen = "auto"
@@ -209,9 +203,9 @@ def _checkpointed(
 def kernel_for(z: Tensor, weights: AnyWeights, form: AnyForm, dtype: torch.dtype) -> Kernel:
     """The `attend` that computes this layer, now."""
     alone = tracing.is_plain_eager()  # one question in place of many, where a call waits for the host
-    plain = plain_of(form)
+    plain = reference_of(form)
     if not alone and (tracing.exported() or tracing.dual()):
-        return plain.reference.attend
+        return plain
     if alone or not tracing.transformed():
         wide = z.dtype if z.dtype == torch.float64 else dtype
         answer = verdict(z.device, wide, form, z.shape[-1])
@@ -220,12 +214,12 @@ def kernel_for(z: Tensor, weights: AnyWeights, form: AnyForm, dtype: torch.dtype
         if _chosen == "fused":
             raise OptionError(f'use_kernels("fused"): {answer.why}. Use use_kernels("auto") to fall back by itself.')
     if tracing.traced():
-        return plain.reference.attend
+        return plain
     if form.split:
-        return _checkpointed if form.save == "nothing" and not tracing.transformed() else plain.reference.attend
+        return _checkpointed if form.save == "nothing" and not tracing.transformed() else plain
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
-        return plain.closed.attend
+        return closed_form.attend
     readable = not (tracing.transformed() or tracing.dispatched())  # by the host: which heads are on
     if isinstance(form, Form) and z.device.type == "cpu" and form.gate == "sparsemax" and readable:
         return silent.attend
-    return plain.reference.attend
+    return plain

@@ -23,6 +23,7 @@ the steps are taken again from z so that autograd sees them, and these same form
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,15 +31,16 @@ from einops import rearrange
 from torch import Tensor
 
 from dmst import rotary
-from dmst.kernels import reference
+from dmst.kernels import mixture, mixture_closed_form, reference
 from dmst.kernels.arithmetic import plus, product, times, wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import GATE, MEMBERSHIP, Form, Weights
+from dmst.kernels.mixture import MixtureForm, MixtureSteps, MixtureWeights
 from dmst.kernels.reference import Steps
 
 
-def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
-    """The whole layer on z (b, n, d); the two large projections run in `dtype`."""
+def attend(z: Tensor, weights: Any, form: Any, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
+    """The whole layer on z (b, n, d), GMSA too; the large projections run in `dtype`."""
     return _Attend.apply(z, *weights, form, grid, dtype)[0]
 
 
@@ -50,36 +52,45 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(z: Tensor, *arguments: Any) -> tuple:
         *tensors, form, grid, dtype = arguments
-        weights = Weights(*tensors)
-        steps = reference.take_steps(z, reference.score(z, weights, form, grid), weights, form, dtype)
-        out = reference.project_out(reference.update_of(steps, weights.theta, form), weights, dtype)
+        plain, weights = _plain(form), _weights(tensors, form)
+        steps = plain.take_steps(z, weights, form, grid, dtype)
+        out = plain.project_out(plain.update_of(steps, weights.theta, form), weights, dtype)
+        if isinstance(form, MixtureForm):
+            steps = steps._replace(membership=None)  # as many numbers as groups: taken again from the keys
         return out, *((None,) * len(steps) if form.save == "nothing" else steps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         z, *tensors, ctx.form, ctx.grid, ctx.dtype = inputs
-        _, *steps = output
-        ctx.save_for_backward(z, *tensors, *steps)
-        ctx.mark_non_differentiable(*(step for step in steps if step is not None))
+        _, *kept = output
+        ctx.save_for_backward(z, *tensors, *kept)
+        ctx.mark_non_differentiable(*(x for x in kept if x is not None))
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
+        count, form = len(ctx.needs_input_grad) - 4, ctx.form
         z, *rest = ctx.saved_tensors
-        tensors, kept = rest[: len(Weights._fields)], rest[len(Weights._fields) :]
-        weights, form = Weights(*tensors), ctx.form
         if dout is None:
-            return (None,) * (len(tensors) + 4)
+            return (None,) * (count + 4)
+        weights, wanted = _weights(rest[:count], form), _weights(ctx.needs_input_grad[1 : 1 + count], form)
         with without_autocast(dout):
             # nothing was kept, or a second derivative will follow: what was kept carries no graph
             if form.save == "nothing" or torch.is_grad_enabled():
-                scores = reference.score(z, weights, form, ctx.grid)
-                steps = reference.take_steps(z, scores, weights, form, ctx.dtype)
+                steps = _plain(form).take_steps(z, weights, form, ctx.grid, ctx.dtype)
             else:
-                steps = Steps(*kept)
-            wanted = Weights(*ctx.needs_input_grad[1 : 1 + len(tensors)])
-            dz, grads = pull_back(z, weights, form, ctx.grid, ctx.dtype, steps, dout, wanted, ctx.needs_input_grad[0])
-        return dz, *grads, None, None, None
+                steps = (MixtureSteps if isinstance(form, MixtureForm) else Steps)(*rest[count:])
+            back = mixture_closed_form.pull_back if isinstance(form, MixtureForm) else pull_back
+            dz, grads = back(z, weights, form, ctx.grid, ctx.dtype, steps, dout, wanted, ctx.needs_input_grad[0])
+        return dz, *(_fit(grads.get(name), x) for name, x in weights._asdict().items()), None, None, None
+
+
+def _plain(form: Any) -> Any:
+    return mixture if isinstance(form, MixtureForm) else reference
+
+
+def _weights(tensors: Sequence[Any], form: Any) -> Any:
+    return MixtureWeights(*tensors) if isinstance(form, MixtureForm) else Weights(*tensors)
 
 
 class _Core(NamedTuple):
@@ -101,8 +112,8 @@ def pull_back(
     dout: Tensor,
     wanted: Weights,
     wants_z: bool,
-) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """dz, and the gradient of each weight that is wanted."""
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """dz, and the gradients of weights by name."""
     grads: dict[str, Tensor] = {}
 
     # the output projection: its own gradient first, so that the update is gone before dupdate needs room
@@ -155,8 +166,7 @@ def pull_back(
         if wanted.assign_bias:
             grads["assign_bias"] = dscores.sum((0, 2))
         dz, grads["assign"] = _score_pullback(z, weights.assign, form, grid, dscores.mT, dz)
-    dz = None if dz is None else dz.to(z.dtype)
-    return dz, tuple(_fit(grads.get(name), weight) for name, weight in zip(Weights._fields, weights, strict=True))
+    return None if dz is None else dz.to(z.dtype), grads
 
 
 def _fit(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:

@@ -1,6 +1,6 @@
-"""GMSA as one autograd function: forward in the steps of `mixture.py`, backward in closed form.
+"""The way back of GMSA in closed form; `closed_form.py` makes an autograd function of it and of the steps in `mixture.py`.
 
-It keeps z, projected, keys and statistics without a token axis, n (2 d + k r) elements a sample and some; memberships are
+That keeps z, projected, keys and statistics without a token axis, n (2 d + k r) elements a sample and some; memberships are
 computed again from the keys. With G = dL/dupdate, w = t a the weights and t the strengths of `mixture.py`:
 
     gradient forms   dbeta = G                dalpha = -G s               dS = -G alpha            (without own: 0, 0)
@@ -22,7 +22,7 @@ sees them, and these same formulas are differentiated.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,55 +31,8 @@ from torch.nn import functional as F
 from dmst import rotary
 from dmst.kernels import mixture
 from dmst.kernels.arithmetic import add, matmul, over, plus, plus_matmul, product, reshaped, times, wide
-from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import GATE
 from dmst.kernels.mixture import Grid, MixtureForm, MixtureSteps, MixtureWeights, divisor
-
-
-def attend(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: Grid = None, dtype: torch.dtype) -> Tensor:
-    """The whole layer on z (b, n, d); the large projections run in `dtype`."""
-    return _Attend.apply(z, *weights, form, grid, dtype)[0]
-
-
-class _Attend(torch.autograd.Function):
-    """`forward` returns what is kept beside the output because `setup_context` can save only inputs and outputs."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(z: Tensor, *arguments: Any) -> tuple:
-        *tensors, form, grid, dtype = arguments
-        weights = MixtureWeights(*tensors)
-        steps = mixture.take_steps(z, weights, form, grid, dtype)
-        out = mixture.project_out(mixture.update_of(steps, weights.theta, form), weights, dtype)
-        return out, steps.projected, steps.keys, steps.mass, steps.mean, steps.spread, steps.pooled, steps.gate
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        z, *tensors, ctx.form, ctx.grid, ctx.dtype = inputs
-        _, *kept = output
-        ctx.save_for_backward(z, *tensors, *kept)
-        ctx.mark_non_differentiable(*(x for x in kept if x is not None))
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
-        z, *rest = ctx.saved_tensors
-        fields = len(MixtureWeights._fields)
-        weights, form = MixtureWeights(*rest[:fields]), ctx.form
-        if dout is None:
-            return (None,) * (fields + 4)
-        with without_autocast(dout):
-            if torch.is_grad_enabled():  # a second derivative will follow: what was kept carries no graph
-                steps = mixture.take_steps(z, weights, form, ctx.grid, ctx.dtype)
-                rounds = mixture.memberships_of(steps.keys, form, ctx.grid)
-            else:
-                projected, keys, *statistics = rest[fields:]
-                rounds = mixture.memberships_of(keys, form, ctx.grid)
-                steps = MixtureSteps(projected, keys, rounds[-1], *statistics)
-            wanted = MixtureWeights(*ctx.needs_input_grad[1 : 1 + fields])
-            dz, grads = pull_back(z, weights, form, ctx.grid, ctx.dtype, steps, rounds, dout, wanted, ctx.needs_input_grad[0])
-        return dz, *grads, None, None, None
 
 
 class _Core(NamedTuple):
@@ -98,13 +51,14 @@ def pull_back(
     grid: Grid,
     dtype: torch.dtype,
     steps: MixtureSteps,
-    rounds: list[Tensor],
     dout: Tensor,
     wanted: MixtureWeights,
     wants_z: bool,
-) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """dz, and the gradient of each weight that is wanted; `rounds` are the memberships of every round."""
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """dz, and the gradients of weights by name."""
     grads: dict[str, Tensor] = {}
+    rounds = mixture.memberships_of(steps.keys, form, grid)
+    steps = steps._replace(membership=rounds[-1])
     tokens_out, tokens_in = dout.to(dtype).flatten(0, 1), z.to(dtype).flatten(0, 1)  # (b n, d)
 
     # the output projection: its own gradient first, so that buffers are free when the core needs some
@@ -148,8 +102,7 @@ def pull_back(
     if dturned is not None:
         dprojected = matmul(dflat, weights.subspace.to(dtype), reshaped(dupdate, z.shape))
         dz = add(turn_back(dturned, form, grid), dprojected).to(z.dtype)
-    pairs = zip(MixtureWeights._fields, weights, strict=True)
-    return dz, tuple(None if x is None or name not in grads else grads[name].to(x.dtype).reshape(x.shape) for name, x in pairs)
+    return dz, grads
 
 
 def turn_back(dturned: Tensor, form: MixtureForm, grid: Grid) -> Tensor:

@@ -44,22 +44,19 @@ class Steps(NamedTuple):
 
 def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
     """The whole layer on z (b, n, d); the two large projections run in `dtype`."""
-    steps = steps_of(z, weights, form, grid, dtype)
+    steps = take_steps(z, weights, form, grid, dtype)
     return project_out(update_of(steps, weights.theta, form), weights, dtype)
 
 
-def steps_of(z: Tensor, weights: Weights, form: Form, grid: tuple[int, int] | None, dtype: torch.dtype) -> Steps:
+def take_steps(z: Tensor, weights: Weights, form: Form, grid: tuple[int, int] | None, dtype: torch.dtype) -> Steps:
     """Everything up to the update, scores first."""
     scores = score(z, weights, form, grid)
-    if not form.split:
-        return take_steps(z, scores, weights, form, dtype)
-    pooled, gate = gate_of(score(z, weights, form, grid, form.gate_rotary), form)
-    return take_steps(z, scores, weights, form, dtype)._replace(pooled=pooled, gate=gate)
-
-
-def take_steps(z: Tensor, scores: Tensor | None, weights: Weights, form: Form, dtype: torch.dtype) -> Steps:
-    """Everything up to the update, where membership and gate read the same scores."""
-    return steps_from(project(z, weights, form.num_heads, dtype), scores, weights.temperature, form)
+    pooling = score(z, weights, form, grid, form.gate_rotary) if form.split else None
+    steps = steps_from(project(z, weights, form.num_heads, dtype), scores, weights.temperature, form)
+    if pooling is None:
+        return steps
+    pooled, gate = gate_of(pooling, form)
+    return steps._replace(pooled=pooled, gate=gate)
 
 
 def steps_from(projected: Tensor, scores: Tensor | None, temperature: Tensor | None, form: Form) -> Steps:

@@ -104,7 +104,7 @@ class TokenStatistics(Unrolled):
         if self.is_plain():
             dtype, weights = kernels.compute_dtype(z), self.weights()
             with kernels.without_autocast(z):
-                return reference.steps_of(z, weights, self.form, grid, dtype)
+                return reference.take_steps(z, weights, self.form, grid, dtype)
         projected = rearrange(self.subspace(z), "b n (k p) -> b k n p", k=self.num_heads)
         scores = self._scores(z, grid, self.form.rotary)
         pooling = self._scores(z, grid, self.form.gate_rotary or "") if self.form.split else scores

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmst.kernels import mixture, mixture_closed_form
+from dmst.kernels import closed_form, mixture
 from dmst.kernels.mixture import MixtureWeights
 from dmst.operators import create
 from dmst.operators.gmsa import GMSA
@@ -34,7 +34,7 @@ def test_closed_form_is_autograd(case: tuple, n: int) -> None:
     tensors, weights = leaves(operator)
     grad = torch.randn_like(z)
     results = []
-    for attend in (mixture_closed_form.attend, mixture.attend):
+    for attend in (closed_form.attend, mixture.attend):
         out = attend(z, weights, operator.form, grid=grid_of(n), dtype=F64)
         results.append((out, *torch.autograd.grad(out, (z, *tensors), grad)))
     for found, expected in zip(*results, strict=True):
@@ -51,7 +51,7 @@ def test_second_derivatives_are_right(case: tuple) -> None:
     def call(z: Tensor, *values: Tensor) -> Tensor:
         given = iter(values)
         mine = MixtureWeights(*(None if w is None else next(given) for w in weights))  # type: ignore[arg-type]
-        return mixture_closed_form.attend(z, mine, operator.form, grid=(2, 2), dtype=F64)
+        return closed_form.attend(z, mine, operator.form, grid=(2, 2), dtype=F64)
 
     assert torch.autograd.gradgradcheck(call, (z, *tensors), fast_mode=True)
 

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dmst.kernels import closed_form
 from dmst.kernels.arithmetic import aligned, cast
 from dmst.kernels.attempt import attempt
 from dmst.kernels.autocast import without_autocast
-from dmst.kernels.choice import AnyForm, AnyWeights, plain_of
+from dmst.kernels.choice import AnyForm, AnyWeights, reference_of
 from dmst.kernels.form import Weights
 from dmst.kernels.fused import front, mixture_layer, statistics_layer
 from dmst.kernels.fused.launch import Once
@@ -139,7 +140,7 @@ def _backward(
 
 def _plain_forward(z: Tensor, weights: AnyWeights, form: AnyForm, grid: Grid) -> tuple[Tensor]:
     """The backward pass of it keeps nothing: it begins with z."""
-    return (plain_of(form).reference.attend(z, weights, form, grid=grid, dtype=z.dtype),)
+    return (reference_of(form)(z, weights, form, grid=grid, dtype=z.dtype),)
 
 
 def _plain_backward(
@@ -151,7 +152,7 @@ def _plain_backward(
     }
     mine = _weights([leaves.get(name) for name in weights._fields], form)
     with torch.enable_grad():
-        out = plain_of(form).closed.attend(leaves["z"], mine, form, grid=grid, dtype=z.dtype)
+        out = closed_form.attend(leaves["z"], mine, form, grid=grid, dtype=z.dtype)
         found = torch.autograd.grad(out, [x for x in leaves.values() if x.requires_grad], dout.to(z.dtype), allow_unused=True)
     grads = dict(zip((name for name, x in leaves.items() if x.requires_grad), found, strict=True))
     return grads.pop("z", None), {name: x for name, x in grads.items() if x is not None}
