@@ -1,7 +1,8 @@
 """The targets of targets.csv beside what was reached, from files of operators.py and models.py. Nothing is measured.
 
-    python benchmarks/check.py results/h200/operators.json results/h200/models.json
+    python benchmarks/check.py results/h200/operators.json results/h200/models.json [--before OLD.json]
 
+`--before` names the file of an older commit, of the same hour: each recorded network may be 5 % slower than there.
 A target is a ratio of two rows: `value` of layer or network `of` divided by that of `over`, in one mode at one shape or size,
 bfloat16. `must` is the promise, `goal` the wish. The exit status is 1 if a `must` is missed or was not measured.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 TARGETS = Path(__file__).with_name("targets.csv")
+BEFORE = 0.95
 
 
 def value(rows: list[dict[str, Any]], target: dict[str, str], what: str) -> float:
@@ -28,10 +30,16 @@ def value(rows: list[dict[str, Any]], target: dict[str, str], what: str) -> floa
     return math.nan
 
 
+def named(target: dict[str, str]) -> str:
+    return "{mode} {at} {value}: {of} / {over}".format(**target)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
-    files = [json.loads(path.read_text())["rows"] for path in parser.parse_args().files]
+    parser.add_argument("--before", type=Path)
+    ask = parser.parse_args()
+    files = [json.loads(path.read_text())["rows"] for path in ask.files]
     by_script = {"models" if "pixels" in rows[0] else "operators": rows for rows in files}
     missed = 0
     for target in csv.DictReader(TARGETS.open()):
@@ -41,9 +49,16 @@ def main() -> None:
             bars = {bar: float(target[bar]) for bar in ("must", "goal") if target[bar]}
             kept = {bar: ratio <= x if sign == "<=" else ratio >= x for bar, x in bars.items()}
             missed += not kept["must"]
-            what = f"{target['mode']} {target['at']} {target['value']}: {target['of']} / {target['over']}"
-            told = ", ".join(f"{bar} {sign} {bars[bar]:g}: {'yes' if held else 'no'}" for bar, held in kept.items())
-            print(f"{what:<80} {ratio:7.3f}  {told}")
+            words = {bar: "not measured" if math.isnan(ratio) else "yes" if held else "no" for bar, held in kept.items()}
+            told = ", ".join(f"{bar} {sign} {bars[bar]:g}: {word}" for bar, word in words.items())
+            print(f"{named(target):<80} {'' if math.isnan(ratio) else f'{ratio:.3f}':>7}  {told}")
+    old = json.loads(ask.before.read_text())["rows"] if ask.before else []
+    for row in (row for row in old if row["mode"] == "recorded"):
+        target = {"mode": "recorded", "at": str(row["pixels"]), "of": row["what"], "over": "the same before"}
+        for what in ("inference", "training"):
+            ratio = value(by_script["models"], target | {"value": what}, row["what"]) / (row[what] or math.nan)
+            missed += not ratio >= BEFORE
+            print(f"{named(target | {'value': what}):<80} {ratio:7.3f}  must >= {BEFORE}: {'yes' if ratio >= BEFORE else 'no'}")
     raise SystemExit(1 if missed else 0)
 
 

@@ -19,7 +19,6 @@ import measure
 import torch
 from torch import Tensor
 
-from dmst import rotary
 from dmst.kernels import plan
 from dmst.kernels.plan import Cut
 from dmst.operators import DMSA
@@ -33,40 +32,38 @@ def candidates(*choices: tuple[int, ...]) -> list[Cut]:
 
 
 CANDIDATES = {
-    "front": candidates((16, 32, 64), (64, 128), (0,), (2, 4, 8), (1, 2)),
-    "front keys": candidates((32, 64, 128), (32, 64), (64, 128), (4, 8), (1, 2)),
+    "front": candidates((32, 64, 128), (64, 128), (0,), (2, 4, 8), (1, 2, 3)),
+    "front keys": candidates((64, 128), (32, 64), (64, 128), (4, 8), (1, 2, 3)),
     "into_tokens": candidates((16, 32, 64), (64, 128), (0,), (2, 4, 8), (1,)),
-    "into_tokens keys": candidates((32, 64, 128), (64, 128), (32, 64, 128), (4, 8), (1,)),
-    "into_weights": candidates((32, 64), (32, 64, 128), (0,), (2, 4, 8), (1,)),
-    "into_weights keys": candidates((32, 64, 128), (64, 128), (128,), (4, 8), (1,)),
-    "settle": candidates((8, 16, 32, 64), (64, 128, 256), (0,), (4, 8), (1, 3)),
-    "adjoint": candidates((8, 16, 32, 64), (64, 128, 256), (0,), (4, 8), (1, 3)),
-    "groups": candidates((32, 64, 128, 256), (0,), (0,), (4, 8), (1, 2, 3)),
-    "groups back": candidates((32, 64, 128), (0,), (0,), (4, 8), (1, 2, 3)),
+    "into_tokens keys": candidates((32, 64, 128), (64, 128), (64, 128), (4, 8), (1,)),
+    "into_weights": candidates((32, 64), (32, 64, 128), (0,), (2, 4, 8), (1, 2)),
+    "into_weights keys": candidates((32, 64), (64, 128), (128,), (4, 8), (1, 2)),
+    "settle": candidates((8, 16, 32, 64), (64, 128), (0,), (2, 4, 8), (1, 2, 3)),
+    "adjoint": candidates((8, 16, 32, 64), (64, 128), (0,), (2, 4, 8), (1, 2, 3)),
+    "groups": candidates((16, 32, 64, 128), (0,), (0,), (1, 2, 4, 8), (1, 2)),
+    "groups back": candidates((16, 32, 64), (0,), (0,), (2, 4, 8), (1, 2)),
     "product": candidates((64, 128, 256), (64,), (128, 256), (4, 8), (3, 4)),
 }
 
 
-def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cuda") -> dict[str, Callable[[], Any]]:
     """A call of each kernel, on random numbers."""
     from dmst.kernels.fused import adjoint, front, mixture, moments, product
 
-    chance = torch.Generator("cuda").manual_seed(0)
+    chance = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int, like: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, device="cuda", generator=chance).to(like)
+        return torch.randn(*shape, device=device, generator=chance).to(like)
 
     f32, text, q = torch.float32, DMSA(d, k).form.text, k * KEY
-    factors = rotary.factors("1d", d, n, None, step=plan.STEP, device=torch.device("cuda"), dtype=f32)
-    assert factors is not None
-    turn = ([*factors.far, *factors.near], factors.step)
     z, other, narrow, keys = draw(b, n, d), draw(b, n, d), draw(b, n, k, like=f32), draw(b, n, q)
+    turn = front.tables("1d", z, None)
     assign, key = draw(k, d, like=f32) / d**0.5, draw(q, d) / d**0.5
     share, gate = draw(b, k, like=f32), draw(b, k, like=f32).square()
     moment, divisor = draw(b, k, d // k, like=f32).square(), gate + 1
     hidden, bias = draw(HIDDEN * d, d) / d**0.5, draw(HIDDEN * d)
-    how = (k, [GROUPS, 1, n, 1, GROUPS], KEY**-0.5, 0)
-    pi = narrow.sigmoid()
+    cell = torch.arange(n, device=device, dtype=torch.int32) * GROUPS // n
+    cells, pi = (cell, [GROUPS, 1, n, 1, GROUPS]), narrow.sigmoid()
     return {
         "front": lambda: front.front(z, *turn, assign, None, None, None, True, True),
         "front keys": lambda: front.front(z, *turn, assign, None, key, None, False, True),
@@ -76,8 +73,8 @@ def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype) -> dict[str, Calla
         "into_weights keys": lambda: front.into_weights(z, None, share, keys, *turn),
         "settle": lambda: moments.settle(z, pi, gate, None, text),
         "adjoint": lambda: adjoint.pull(other, z, pi, moment, gate, divisor, None, text, False, True),
-        "groups": lambda: mixture.group_update(z, keys, gate, gate, *how),
-        "groups back": lambda: mixture.group_adjoint(z, keys, gate, gate, other, *how, True),
+        "groups": lambda: mixture.group_update(z, keys, *cells, gate, gate, k, KEY**-0.5, 0),
+        "groups back": lambda: mixture.group_adjoint(z, keys, *cells, gate, gate, other, k, KEY**-0.5, 0, True),
         "product": lambda: product.linear_gelu(z, hidden, bias),
     }
 

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from dmst.kernels import plan
 from dmst.kernels.attempt import attempt
+from dmst.kernels.choice import interpreted
 from dmst.operators import create
 from dmst.reproduce import ledger
 
@@ -104,11 +106,24 @@ def test_a_kernel_that_fell_back_has_no_time(module: Any) -> None:
 
 
 def test_targets_are_read_from_the_table() -> None:
-    files = ("results/h200/operators.json", "results/h200/models.json")
+    files = ("results/h200/operators.json", "results/h200/models.json", "--before", "results/h200/models.json")
     told = subprocess.run([sys.executable, "benchmarks/check.py", *files], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert told.returncode in (0, 1), told.stderr
-    assert len(told.stdout.splitlines()) == len((ROOT / "benchmarks/targets.csv").read_text().splitlines()) - 1
+    lines = told.stdout.splitlines()
+    same = [line for line in lines if "the same before" in line]
+    assert len(lines) - len(same) == len((ROOT / "benchmarks/targets.csv").read_text().splitlines()) - 1
+    assert same and all("1.000  must >= 0.95: yes" in line for line in same)  # a file compared with itself
     assert "nan" not in told.stdout
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not interpreted(), reason="the kernels run here in Triton's interpreter alone; tune.py times them on a GPU")
+def test_tune_calls_every_kernel_of_the_table(module: Any) -> None:
+    calls = module("tune").calls(2, 35, 32, 4, torch.float32, "cpu")
+    assert calls.keys() == plan.USUAL.keys() == module("tune").CANDIDATES.keys()
+    for name, call in calls.items():
+        made = call()
+        assert all(x.isfinite().all() for x in (made if isinstance(made, tuple) else (made,))), name
 
 
 # --- what moves ------------------------------------------------------------------------------------------------------

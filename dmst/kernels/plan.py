@@ -40,10 +40,10 @@ USUAL: Row = {  # "keys": the same kernel with GMSA's keys
     "into_tokens keys": Cut(64, 64, 128, 4, 1),
     "into_weights": Cut(32, 64, 0, 4, 2),
     "into_weights keys": Cut(64, 64, 128, 8, 2),
-    "settle": Cut(32, 64, 0, 4, 2),
-    "adjoint": Cut(16, 64, 0, 4, 2),
+    "settle": Cut(32, 64, 0, 2, 2),
+    "adjoint": Cut(16, 64, 0, 2, 2),
     "groups": Cut(64, 0, 0, 4, 2),
-    "groups back": Cut(32, 0, 0, 4, 1),
+    "groups back": Cut(32, 0, 0, 2, 1),
     "product": Cut(128, 64, 128, 8, 3),
 }
 TABLE: dict[tuple[tuple[int, int], int, torch.dtype], Row] = {
