@@ -53,7 +53,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     elif tracing.is_plain_eager():
         kernel[grid](*args, **constants)
     else:
-        constants.pop("maxnreg", None)  # the compiler of torch knows no such option
         wrap_triton(kernel)[grid](*args, **constants)
 
 
