@@ -1,8 +1,8 @@
 """How the fused layers are cut into programs: a function of the shape, so that equal shapes give equal bits.
 
 Tiles are rows of one table, by compute capability, width and dtype. What the table does not have takes the nearest width of the
-same capability and dtype, else `USUAL`. To fill it for another GPU: `python benchmarks/tune.py` times the candidates and prints
-rows to paste here. Nothing is tuned at run time.
+same capability and dtype, else `USUAL`, or `WIDE` in float32. To fill it for another GPU: `python benchmarks/tune.py` times the
+candidates and prints rows to paste here. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ USUAL: Row = {  # "keys": the same kernel with GMSA's keys
     "groups back": Cut(32, 0, 0, 2, 1),
     "product": Cut(128, 64, 128, 8, 3),
 }
+# Numbers twice as wide: half the tokens, and no loads that run ahead, so that 99 KiB of shared memory hold every tile.
+WIDE: Row = {name: tile._replace(tokens=max(16, tile.tokens // 2), stages=1) for name, tile in USUAL.items()}
 TABLE: dict[tuple[tuple[int, int], int, torch.dtype], Row] = {
     ((9, 0), 384, torch.bfloat16): USUAL,
 }
@@ -59,7 +61,8 @@ def capability() -> tuple[int, int]:
 def cut(kernel: str, width: int, dtype: torch.dtype, columns: int = 0) -> Cut:
     """The tile of a kernel, no larger than what there is to cut."""
     near = [key for key in TABLE if key[0] == capability() and key[2] == dtype]
-    row = TABLE[min(near, key=lambda key: abs(key[1] - width))] if near else USUAL
+    usual = WIDE if dtype == torch.float32 else USUAL
+    row = TABLE[min(near, key=lambda key: abs(key[1] - width))] if near else usual
     made = row[kernel]
     return made._replace(channels=_within(made.channels, width), columns=_within(made.columns, columns))
 
