@@ -178,6 +178,6 @@ def _factors(dim: int, far: int, near: int, plane: bool, device: torch.device, d
 
     def cut(which: int, begin: int, rows: int) -> Tensor:  # a slice would be computed apart
         piece = both.as_strided((rows, dim // 2), (dim // 2, 1), (which * (far + near) + begin) * (dim // 2))
-        return piece.clone() if dim % 8 else piece  # wide loads read from multiples of 16 bytes
+        return piece.clone() if dim % 8 else piece  # wide loads begin at multiples of 16 bytes; Inductor leaves this out
 
     return Factors(Table(cut(0, 0, far), cut(1, 0, far)), Table(cut(0, far, near), cut(1, far, near)), near)

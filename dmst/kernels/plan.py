@@ -46,8 +46,17 @@ USUAL: Row = {  # "keys": the same kernel with GMSA's keys
     "groups back": Cut(32, 0, 0, 2, 1),
     "product": Cut(128, 64, 128, 8, 3),
 }
-# Numbers twice as wide: half the tokens, and no loads that run ahead, so that 99 KiB of shared memory hold every tile.
-WIDE: Row = {name: tile._replace(tokens=max(16, tile.tokens // 2), stages=1) for name, tile in USUAL.items()}
+# float32: exact products are unrolled into sums of single products, which fill the registers if tiles are large.
+WIDE: Row = USUAL | {
+    "front": Cut(32, 64, 0, 4, 1),
+    "front keys": Cut(64, 32, 64, 4, 2),
+    "into_tokens": Cut(16, 128, 0, 4, 1),
+    "into_tokens keys": Cut(32, 64, 64, 4, 1),
+    "into_weights": Cut(16, 64, 0, 4, 1),
+    "into_weights keys": Cut(32, 64, 64, 8, 2),
+    "groups": Cut(32, 0, 0, 4, 1),
+    "groups back": Cut(16, 0, 0, 4, 1),
+}
 TABLE: dict[tuple[tuple[int, int], int, torch.dtype], Row] = {
     ((9, 0), 384, torch.bfloat16): USUAL,
 }
@@ -112,10 +121,11 @@ class Split(NamedTuple):
 
 
 def groups(kernel: str, rows: int, n: int, d: int, p: int, g: int, dtype: torch.dtype) -> Split:
-    """`rows`: images times heads. Fewer tokens where heads or groups are large: a tile is in registers."""
+    """`rows`: images times heads. Where heads or groups are large, fewer tokens and more warps: a tile is in registers."""
     tile, widest = cut(kernel, d, dtype), power_of_two(max(p, g, 64))
     tokens = max(16, tile.tokens * 64 // widest)
-    return Split(tokens, *_split(rows, n, tokens), tile.warps, tile.stages)
+    many = max(16, power_of_two(p)) * max(16, power_of_two(g)) > MOST_MEANS // 2
+    return Split(tokens, *_split(rows, n, tokens), tile.warps * (2 if many else 1), tile.stages)
 
 
 def _split(rows: int, n: int, tokens: int) -> tuple[int, int]:

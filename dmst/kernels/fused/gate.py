@@ -119,7 +119,7 @@ def open_gate(sums: Tensor, n: int, gate_name: str, scale: float, active: int) -
     launch(
         gate_kernel, (b,), sums, gate, pooled, n, tiles,
         scale=scale, K=k, ALL=power_of_two(k), GATE=GATES[gate_name], ACTIVE=active, ROWS=rows,
-        num_warps=1 if rows <= 128 else 4,
+        num_warps=1 if rows * power_of_two(k) <= 2048 else 4,
     )  # fmt: skip
     return gate, pooled
 
