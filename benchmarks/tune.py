@@ -114,7 +114,8 @@ def main() -> None:
         plan.TABLE = {place: {**usual, name: cut}}
         try:
             if ask.warm is None:
-                times.setdefault(name, []).append((microseconds(made[name]), cut))
+                time = microseconds(made[name])
+                times.setdefault(name, []).append((time, cut))
             else:
                 made[name]()
         except Exception as error:  # no room, or the compiler gives up: not a candidate here
@@ -125,7 +126,7 @@ def main() -> None:
     for name, found in times.items():
         for time, cut in sorted(found)[:5]:
             print(f"{name:18} {time:8.1f} us  {cut}")
-    print(f"\n    ({place[0]}, {ask.width}, {dtype}): {{  # {torch.cuda.get_device_name()}, {ask.shape}, {ask.heads} heads")
+    print(f"\n    ({place[0]}, {ask.width}, {dtype}): USUAL | {{  # {torch.cuda.get_device_name()}, {ask.shape}, {ask.heads} heads")
     for name in times:
         print(f'        "{name}": Cut{tuple(min(times[name])[1])},')
     print("    },")
