@@ -126,7 +126,8 @@ def main() -> None:
     for name, found in times.items():
         for time, cut in sorted(found)[:5]:
             print(f"{name:18} {time:8.1f} us  {cut}")
-    print(f"\n    ({place[0]}, {ask.width}, {dtype}): USUAL | {{  # {torch.cuda.get_device_name()}, {ask.shape}, {ask.heads} heads")
+    where = f"{torch.cuda.get_device_name()}, {ask.shape}, {ask.heads} heads"
+    print(f"\n    ({place[0]}, {ask.width}, {dtype}): USUAL | {{  # {where}")
     for name in times:
         print(f'        "{name}": Cut{tuple(min(times[name])[1])},')
     print("    },")
