@@ -30,17 +30,27 @@ def value(rows: list[dict[str, Any]], target: dict[str, str], what: str) -> floa
     return math.nan
 
 
+def rows_of(path: str) -> list[dict[str, Any]]:
+    try:
+        return json.loads(Path(path).read_text())["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{path} is no file of a benchmark ({type(error).__name__}): write one with --json"
+        ) from error
+
+
 def named(target: dict[str, str]) -> str:
     return "{mode} {at} {value}: {of} / {over}".format(**target)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--before", type=Path)
+    parser.add_argument("files", nargs="+", type=rows_of)
+    parser.add_argument("--before", type=rows_of, default=[])
     ask = parser.parse_args()
-    files = [json.loads(path.read_text())["rows"] for path in ask.files]
-    by_script = {"models" if "pixels" in rows[0] else "operators": rows for rows in files}
+    by_script = {"models" if rows and "pixels" in rows[0] else "operators": rows for rows in ask.files}
+    if ask.before and "models" not in by_script:
+        parser.error("--before compares networks: give a file of models.py too")
     missed = 0
     for target in csv.DictReader(TARGETS.open()):
         if target["script"] in by_script:
@@ -52,8 +62,7 @@ def main() -> None:
             words = {bar: "not measured" if math.isnan(ratio) else "yes" if held else "no" for bar, held in kept.items()}
             told = ", ".join(f"{bar} {sign} {bars[bar]:g}: {word}" for bar, word in words.items())
             print(f"{named(target):<80} {'' if math.isnan(ratio) else f'{ratio:.3f}':>7}  {told}")
-    old = json.loads(ask.before.read_text())["rows"] if ask.before else []
-    for row in (row for row in old if row["mode"] == "recorded"):
+    for row in (row for row in ask.before if row.get("pixels") and row["mode"] == "recorded"):
         target = {"mode": "recorded", "at": str(row["pixels"]), "of": row["what"], "over": "the same before"}
         for what in ("inference", "training"):
             ratio = value(by_script["models"], target | {"value": what}, row["what"]) / (row[what] or math.nan)

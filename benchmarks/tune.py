@@ -46,6 +46,13 @@ CANDIDATES = {
 }
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    b, times, n = text.partition("x")
+    if not (times and b.isdecimal() and n.isdecimal() and int(b) and int(n)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be SAMPLESxTOKENS, for example 256x197")
+    return int(b), int(n)
+
+
 def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cuda") -> dict[str, Callable[[], Any]]:
     """A call of each kernel, on random numbers."""
     from dmst.kernels.fused import adjoint, front, mixture, moments, product
@@ -91,27 +98,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--shape", default="256x197", help="samples x tokens")
+    parser.add_argument("--shape", default=(256, 197), type=shape_of, metavar="SAMPLESxTOKENS")
     parser.add_argument("--dtype", default="bfloat16", choices=list(measure.DTYPES))
     parser.add_argument("--only", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES))
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)  # this process compiles every jobs-th candidate
     ask = parser.parse_args()
+    if ask.heads < 1 or ask.width < 1 or ask.width % ask.heads or ask.width % 2:
+        parser.error(f"--width {ask.width} must be even, and a multiple of --heads, which is {ask.heads}")
     if not torch.cuda.is_available():
         raise SystemExit("tune.py needs a CUDA device, and this torch sees none.")
     if ask.warm is None and ask.jobs > 1:
         workers = [subprocess.Popen([sys.executable, *sys.argv, "--warm", str(i)]) for i in range(ask.jobs)]
         for worker in workers:
             worker.wait()
-    dtype, (b, n) = measure.DTYPES[ask.dtype], map(int, ask.shape.split("x"))
+    dtype, (b, n) = measure.DTYPES[ask.dtype], ask.shape
     made = calls(b, n, ask.width, ask.heads, dtype)
-    place, usual = (plan.capability(), ask.width, dtype), dict(plan.USUAL)
+    place, base = (plan.capability(), ask.width, dtype), "WIDE" if dtype == torch.float32 else "USUAL"
     todo = [(name, cut) for name in ask.only for cut in CANDIDATES[name]]
     if ask.warm is not None:
         todo = todo[ask.warm :: ask.jobs]
     times: dict[str, list[tuple[float, Cut]]] = {}
     for name, cut in todo:
-        plan.TABLE = {place: {**usual, name: cut}}
+        plan.TABLE = {place: {**getattr(plan, base), name: cut}}
         try:
             if ask.warm is None:
                 time = microseconds(made[name])
@@ -126,8 +135,8 @@ def main() -> None:
     for name, found in times.items():
         for time, cut in sorted(found)[:5]:
             print(f"{name:18} {time:8.1f} us  {cut}")
-    where = f"{torch.cuda.get_device_name()}, {ask.shape}, {ask.heads} heads"
-    print(f"\n    ({place[0]}, {ask.width}, {dtype}): USUAL | {{  # {where}")
+    where = f"{torch.cuda.get_device_name()}, {b}x{n}, {ask.heads} heads"
+    print(f"\n    ({place[0]}, {ask.width}, {dtype}): {base} | {{  # {where}")
     for name in times:
         print(f'        "{name}": Cut{tuple(min(times[name])[1])},')
     print("    },")

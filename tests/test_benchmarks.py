@@ -105,6 +105,23 @@ def test_a_kernel_that_fell_back_has_no_time(module: Any) -> None:
     assert "no such instruction" in row["failure"]
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "told"),
+    [
+        ("tune", ["--shape", "256"], "'256' must be SAMPLESxTOKENS, for example 256x197"),
+        ("tune", ["--width", "100", "--heads", "3"], "--width 100 must be even, and a multiple of --heads"),
+        ("check", ["README.md"], "README.md is no file of a benchmark"),
+        ("check", ["results/h200/operators.json", "--before", "results/h200/models.json"], "give a file of models.py too"),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    name: str, asked: list[str], told: str, module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert run(module, monkeypatch, name, *asked) == 2
+    assert told in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_targets_are_read_from_the_table() -> None:
     files = ("results/h200/operators.json", "results/h200/models.json", "--before", "results/h200/models.json")
     told = subprocess.run([sys.executable, "benchmarks/check.py", *files], capture_output=True, text=True, cwd=ROOT, timeout=60)

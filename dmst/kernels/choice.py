@@ -1,13 +1,13 @@
 """Which kernel computes a layer, decided here and nowhere else.
 
-    use_kernels("auto")        the Triton kernels where the table below says so and they can run, else plain torch (the default)
+    use_kernels("auto")        the Triton kernels where they can run, else plain torch (the default)
     use_kernels("reference")   plain torch, to any derivative
     use_kernels("fused")       the Triton kernels, or an error that says why not
 
 As a function it holds until the next call; in a `with` it holds inside. One choice for the whole process, all its threads.
 
     traced for export, torch.jit, forward-mode derivatives   reference     plain torch: others read the graph
-    fused allowed (the table below)                          fused         also inside torch.compile, which looks into them
+    fused kernels serve (`verdict`)                          fused         also inside torch.compile, which looks into them
     otherwise traced by torch.compile                        reference     the compiler fuses it and chooses what to keep
     otherwise gate_rotary differs from rotary                reference     for experiments; checkpointed where it saves nothing
     otherwise a gradient is wanted                           closed_form   one autograd function, keeps 2 n d, or n d

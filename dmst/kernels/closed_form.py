@@ -52,7 +52,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(z: Tensor, *arguments: Any) -> tuple:
         *tensors, form, grid, dtype = arguments
-        plain, weights = _plain(form), _weights(tensors, form)
+        plain, weights = _plain(form), weights_of(tensors, form)
         steps = plain.take_steps(z, weights, form, grid, dtype)
         out = plain.project_out(plain.update_of(steps, weights.theta, form), weights, dtype)
         if isinstance(form, MixtureForm):
@@ -73,7 +73,7 @@ class _Attend(torch.autograd.Function):
         z, *rest = ctx.saved_tensors
         if dout is None:
             return (None,) * (count + 4)
-        weights, wanted = _weights(rest[:count], form), _weights(ctx.needs_input_grad[1 : 1 + count], form)
+        weights, wanted = weights_of(rest[:count], form), weights_of(ctx.needs_input_grad[1 : 1 + count], form)
         with without_autocast(dout):
             # nothing was kept, or a second derivative will follow: what was kept carries no graph
             if form.save == "nothing" or torch.is_grad_enabled():
@@ -89,7 +89,7 @@ def _plain(form: Any) -> Any:
     return mixture if isinstance(form, MixtureForm) else reference
 
 
-def _weights(tensors: Sequence[Any], form: Any) -> Any:
+def weights_of(tensors: Sequence[Any], form: Any) -> Any:
     return MixtureWeights(*tensors) if isinstance(form, MixtureForm) else Weights(*tensors)
 
 

@@ -172,6 +172,17 @@ def test_every_way_to_cut_the_work(case: tuple, way: str, monkeypatch: pytest.Mo
     check(found, made)
 
 
+@interpreter
+@pytest.mark.parametrize("programs", [1, 10**6])
+def test_a_head_that_no_token_belongs_to(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A score of -200 is a membership of 0 in float32. The head divides by nothing: its mass of 0 counts as 1."""
+    monkeypatch.setattr(plan, "PROGRAMS", programs)
+    made = draw(("dmsa", {"mode": "equation", "membership_bias": True}), (1, 600, 24, 3))
+    bias = torch.tensor([0.5, -200.0, 0.1], device=DEVICE)
+    made = made._replace(weights=made.weights._replace(assign_bias=bias))
+    check(fused(made), made, like_plain=True)
+
+
 # --- memory: layouts, what is wanted, what is not ours ----------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from dmst.kernels.arithmetic import aligned, cast
 from dmst.kernels.attempt import attempt
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.choice import AnyForm, AnyWeights, reference_of
-from dmst.kernels.form import Weights
+from dmst.kernels.closed_form import weights_of
 from dmst.kernels.fused import front, mixture_layer, statistics_layer
 from dmst.kernels.fused.launch import Once
 from dmst.kernels.mixture import MixtureForm, MixtureWeights
@@ -54,7 +54,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, *arguments: Any) -> Tensor:
         *tensors, form, grid = arguments
-        out, *kept = _attempt(_forward, _plain_forward, z, _weights(tensors, form), form, grid)
+        out, *kept = _attempt(_forward, _plain_forward, z, weights_of(tensors, form), form, grid)
         ctx.rest = form, grid
         ctx.save_for_backward(z, *tensors, *(() if form.save == "nothing" else kept))
         return out
@@ -63,9 +63,9 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple:
         z, *rest = ctx.saved_tensors
         (form, grid), count = ctx.rest, len(ctx.needs_input_grad) - 3
-        weights, kept = _weights(rest[:count], form), rest[count:]
+        weights, kept = weights_of(rest[:count], form), rest[count:]
         wants_z, *asked = ctx.needs_input_grad[: 1 + count]
-        wanted = _weights(asked, form)
+        wanted = weights_of(asked, form)
         with torch.no_grad(), without_autocast(dout):
             dz, found = _attempt(_backward, _plain_backward, z, weights, form, grid, dout, wants_z, wanted, kept)
             pairs = weights._asdict().items()
@@ -73,10 +73,6 @@ class _Layer(torch.autograd.Function):
         if torch.is_grad_enabled():
             grads = Once.apply(len(grads), *grads, dout, z, *weights)
         return *grads, None, None
-
-
-def _weights(tensors: Sequence[Any], form: AnyForm) -> Any:
-    return MixtureWeights(*tensors) if isinstance(form, MixtureForm) else Weights(*tensors)
 
 
 def _like(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
@@ -147,10 +143,9 @@ def _plain_backward(
     z: Tensor, weights: AnyWeights, form: AnyForm, grid: Grid, dout: Tensor, wants_z: bool, wanted: Any, _: Any
 ) -> tuple[Tensor | None, Grads]:
     asked = {"z": wants_z, **wanted._asdict()}
-    leaves = {
-        name: x.detach().requires_grad_(asked[name]) for name, x in (("z", z), *weights._asdict().items()) if x is not None
-    }
-    mine = _weights([leaves.get(name) for name in weights._fields], form)
+    given = {"z": z, **weights._asdict()}
+    leaves = {name: x.detach().requires_grad_(asked[name]) for name, x in given.items() if x is not None}
+    mine = weights_of([leaves.get(name) for name in weights._fields], form)
     with torch.enable_grad():
         out = closed_form.attend(leaves["z"], mine, form, grid=grid, dtype=z.dtype)
         found = torch.autograd.grad(out, [x for x in leaves.values() if x.requires_grad], dout.to(z.dtype), allow_unused=True)
