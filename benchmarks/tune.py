@@ -32,16 +32,16 @@ def candidates(*choices: tuple[int, ...]) -> list[Cut]:
 
 
 CANDIDATES = {
-    "front": candidates((32, 64, 128), (64, 128), (0,), (2, 4, 8), (1, 2, 3)),
-    "front keys": candidates((64, 128), (32, 64), (64, 128), (4, 8), (1, 2, 3)),
+    "front": candidates((16, 32, 64), (32, 64, 128), (0,), (1, 2, 4), (2, 3, 4)),
+    "front keys": candidates((64, 128), (32, 64, 128), (128,), (4, 8), (2, 3, 4)),
     "into_tokens": candidates((16, 32, 64), (64, 128), (0,), (2, 4, 8), (1,)),
     "into_tokens keys": candidates((32, 64, 128), (64, 128), (64, 128), (4, 8), (1,)),
-    "into_weights": candidates((32, 64), (32, 64, 128), (0,), (2, 4, 8), (1, 2)),
+    "into_weights": candidates((16, 32, 64), (64, 128), (0,), (2, 4, 8), (1, 2)),
     "into_weights keys": candidates((32, 64), (64, 128), (128,), (4, 8), (1, 2)),
-    "settle": candidates((8, 16, 32, 64), (64, 128), (0,), (2, 4, 8), (1, 2, 3)),
-    "adjoint": candidates((8, 16, 32, 64), (64, 128), (0,), (2, 4, 8), (1, 2, 3)),
-    "groups": candidates((16, 32, 64, 128), (0,), (0,), (1, 2, 4, 8), (1, 2)),
-    "groups back": candidates((16, 32, 64), (0,), (0,), (2, 4, 8), (1, 2)),
+    "settle": candidates((16, 32, 64, 128), (64, 128), (0,), (2, 4, 8), (1, 2, 3)),
+    "adjoint": candidates((16, 32, 64), (64, 128), (0,), (2, 4, 8), (1, 2, 3)),
+    "groups": candidates((16, 32, 64), (0,), (0,), (1, 2, 4), (1, 2, 3)),
+    "groups back": candidates((16, 32, 64), (0,), (0,), (1, 2, 4), (1, 2)),
     "product": candidates((64, 128, 256), (64,), (128, 256), (4, 8), (3, 4)),
 }
 

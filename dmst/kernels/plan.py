@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 STEP = 64  # tokens in one rotary step: a tile that lies within one reads little of the tables
-PROGRAMS = 512  # about what fills the device: samples are split over programs until there are so many
+WARPS = 2048  # about what fills the device: samples are split over programs until these have so many
 WEIGHT_PROGRAMS = 528  # that sum up gradients of weights: each leaves a row of partial sums
 GELU_ROWS = 16384  # from which our own product of an MLP serves
 MOST_HEADS = 64
@@ -58,7 +58,18 @@ WIDE: Row = USUAL | {
     "groups back": Cut(16, 0, 0, 4, 1),
 }
 TABLE: dict[tuple[tuple[int, int], int, torch.dtype], Row] = {
-    ((9, 0), 384, torch.bfloat16): USUAL,
+    ((9, 0), 384, torch.bfloat16): USUAL | {  # NVIDIA H200, 256x197, 8 heads
+        "front": Cut(32, 64, 0, 2, 2),
+        "front keys": Cut(64, 64, 128, 4, 3),
+        "into_tokens": Cut(16, 128, 0, 4, 1),
+        "into_tokens keys": Cut(64, 128, 128, 4, 1),
+        "into_weights": Cut(32, 128, 0, 4, 1),
+        "into_weights keys": Cut(32, 128, 128, 4, 2),
+        "settle": Cut(32, 128, 0, 2, 3),
+        "adjoint": Cut(64, 128, 0, 4, 1),
+        "groups": Cut(32, 0, 0, 1, 1),
+        "groups back": Cut(32, 0, 0, 2, 1),
+    },
 }
 
 
@@ -95,6 +106,7 @@ class Sweep(NamedTuple):
 
     heads: int  # a program
     width: int  # p, padded
+    blocks: int  # programs along the heads
     tokens: int  # a step of its loop
     splits: int  # programs along the tokens of one sample
     span: int  # tokens of one of them
@@ -106,8 +118,8 @@ def sweep(kernel: str, b: int, n: int, k: int, p: int, dtype: torch.dtype) -> Sw
     """With enough samples and heads a program takes all tokens of its own, else they are split."""
     tile, width = cut(kernel, k * p, dtype), power_of_two(p)
     heads = max(1, min(power_of_two(k), tile.channels // width))
-    tokens = max(1, tile.tokens * tile.channels // (heads * width))
-    return Sweep(heads, width, tokens, *_split(b * over(k, heads), n, tokens), tile.warps, tile.stages)
+    tokens, blocks = max(1, tile.tokens * tile.channels // (heads * width)), over(k, heads)
+    return Sweep(heads, width, blocks, tokens, *_split(b * blocks, n, tokens, tile.warps), tile.warps, tile.stages)
 
 
 class Split(NamedTuple):
@@ -125,11 +137,12 @@ def groups(kernel: str, rows: int, n: int, d: int, p: int, g: int, dtype: torch.
     tile, widest = cut(kernel, d, dtype), power_of_two(max(p, g, 64))
     tokens = max(16, tile.tokens * 64 // widest)
     many = max(16, power_of_two(p)) * max(16, power_of_two(g)) > MOST_MEANS // 2
-    return Split(tokens, *_split(rows, n, tokens), tile.warps * (2 if many else 1), tile.stages)
+    warps = tile.warps * (2 if many else 1)
+    return Split(tokens, *_split(rows, n, tokens, warps), warps, tile.stages)
 
 
-def _split(rows: int, n: int, tokens: int) -> tuple[int, int]:
+def _split(rows: int, n: int, tokens: int, warps: int) -> tuple[int, int]:
     """Programs along n tokens, and the tokens of one."""
-    splits = 1 if rows >= PROGRAMS // 2 else max(1, min(over(PROGRAMS, rows), over(n, 4 * tokens)))
+    splits = 1 if 2 * rows * warps >= WARPS else max(1, min(over(WARPS, rows * warps), over(n, 4 * tokens)))
     span = over(over(n, splits), tokens) * tokens
     return over(n, span), span

@@ -14,6 +14,7 @@ from dmst.models.config import ModelConfig
 from dmst.models.feedforward import FEEDFORWARDS
 from dmst.models.residual import Residual
 from dmst.operators import Parts
+from dmst.operators.unrolled import Unrolled
 
 Grid = tuple[int, int] | None
 
@@ -43,7 +44,10 @@ class Block(nn.Module):
 
     def attend(self, z: Tensor, grid: Grid = None) -> Tensor:
         """The first line: operator and residual."""
-        return self.residual(z, self.operator(self.norm(z), grid=grid))
+        normed = self.norm(z)
+        if isinstance(self.operator, Unrolled) and self.residual.folds(normed, self.operator, self.operator.out):
+            return self.residual(z, self.operator(normed, grid=grid, scale=self.residual.scale), scaled=True)
+        return self.residual(z, self.operator(normed, grid=grid))
 
     def trace(self, z: Tensor, grid: Grid = None) -> LayerTrace:
         """The same two lines, with what the operator computed beside them."""

@@ -18,7 +18,7 @@ from dmst import tracing
 from dmst.errors import OptionError
 from dmst.kernels import hidden
 from dmst.models.residual import Residual
-from dmst.operators.base import linear
+from dmst.operators.base import linear, scaled
 
 if TYPE_CHECKING:
     from dmst.models.config import ModelConfig
@@ -36,8 +36,10 @@ class Mlp(nn.Module):
         self.fc2 = linear(width, config.dim, **factory)
         self.drop = nn.Dropout(config.proj_drop_rate)
 
-    def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
-        return self.drop(self.fc2(self.drop(self.activate(z, grid))))
+    def forward(self, z: Tensor, grid: Grid = None, scale: Tensor | None = None) -> Tensor:
+        """With `scale` its last map is scaled (`Residual`)."""
+        hidden = self.drop(self.activate(z, grid))
+        return self.drop(self.fc2(hidden) if scale is None else F.linear(hidden, *scaled(self.fc2.weight, self.fc2.bias, scale)))
 
     def activate(self, z: Tensor, grid: Grid) -> Tensor:
         """The hidden channels, (b, n, hidden)."""
@@ -80,7 +82,10 @@ class MlpStep(nn.Module):
         self.residual = Residual(config.dim, config.layer_scale, config.drop_path_rate, **factory)
 
     def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
-        return self.residual(z, self.mlp(self.norm(z), grid))
+        normed = self.norm(z)
+        if self.residual.folds(normed, self.mlp, self.mlp.fc2):
+            return self.residual(z, self.mlp(normed, grid, self.residual.scale), scaled=True)
+        return self.residual(z, self.mlp(normed, grid))
 
 
 class LocalStep(MlpStep):

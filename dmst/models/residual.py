@@ -3,6 +3,9 @@
 `scale` is LayerScale: one number per channel, or one shared number if the operator has `wants_scalar_scale` (`proximal`: a
 scale per channel could make its step raise the rate). drop_path leaves out the update of a whole sample at random, in
 training only.
+
+scale (W x + b) = (scale W) x + scale b: where the update ends with a linear map of ours, that map is scaled in place of the
+tokens, which saves a pass over them, and two on the way back.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmst import tracing
+from dmst.kernels import compute_dtype
 from dmst.one_node import OneNode
 
 
@@ -33,8 +38,15 @@ class Residual(OneNode):
             state_dict[f"{prefix}scale"] = scale.reshape(1)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def forward(self, z: Tensor, update: Tensor) -> Tensor:
-        if self.scale is not None:
+    def folds(self, z: Tensor, step: nn.Module, last: nn.Module | None) -> bool:
+        """Whether `step`, on tokens z, shall scale its `last` linear map itself: in bfloat16 alone. float16 has no room for small
+        scales, and wider types are for those who compare bits. Who listens to the step shall hear its update."""
+        if self.scale is None or last is None or not isinstance(z, Tensor):  # a proxy of torch.fx
+            return False
+        return type(last) is nn.Linear and compute_dtype(z) == torch.bfloat16 and tracing.is_plain(step, last)
+
+    def forward(self, z: Tensor, update: Tensor, scaled: bool = False) -> Tensor:
+        if self.scale is not None and not scaled:
             update = self.scale * update
         factor = self.draw(update)
         return z + (update if factor is None else (update * factor).to(update.dtype))

@@ -125,6 +125,11 @@ def linear(inputs: int, outputs: int, *, bias: bool = True, device: Any = None, 
     return made
 
 
+def scaled(weight: Tensor, bias: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A linear map whose outputs are multiplied by `scale`, one number or one per output."""
+    return weight * scale.unsqueeze(-1), None if bias is None else bias * scale
+
+
 def lineage_options(owner: type[Operator], bias: bool, options: dict[str, Any]) -> bool:
     """Take the words that the blocks of XCiT and ToST pass; refuse every other leftover. Returns `bias`."""
     bias = options.pop("qkv_bias", bias)

@@ -80,17 +80,18 @@ class TokenStatistics(Unrolled):
         if self.temperature is not None:
             nn.init.ones_(self.temperature)
 
-    def weights(self) -> Weights:
+    def weights(self, scale: Tensor | None = None) -> Weights:
         """The tensors of the layer, as they enter the products."""
-        subspace, assign, out = (weight_and_bias(x, self.dim) for x in (self.subspace, self.assign, self.out))
-        return Weights(*subspace, *assign, *out, self.temperature, self.step_size())
+        subspace, assign = (weight_and_bias(x, self.dim) for x in (self.subspace, self.assign))
+        return Weights(*subspace, *assign, *self.output(scale), self.temperature, self.step_size())
 
-    def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
+    def forward(self, z: Tensor, *, grid: Grid = None, scale: Tensor | None = None) -> Tensor:
+        """With `scale` the output is multiplied by it; only where `out` is free."""
         self.check(z)
         if self.is_plain():
-            update = kernels.attend(z, self.weights(), self.form, grid=grid)
+            update = kernels.attend(z, self.weights(scale), self.form, grid=grid)
         else:
-            update = self._attend_by_modules(z, grid)
+            update = self._attend_by_modules(z, grid, scale)
         return self.proj_drop(update)
 
     def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
@@ -120,11 +121,11 @@ class TokenStatistics(Unrolled):
         scores = self.assign(z if positions is None else rotary.rotate(z, positions))
         return wide(scores).transpose(-2, -1)
 
-    def _attend_by_modules(self, z: Tensor, grid: Grid) -> Tensor:
+    def _attend_by_modules(self, z: Tensor, grid: Grid, scale: Tensor | None) -> Tensor:
         steps = self.steps(z, grid)
         with kernels.without_autocast(z):
             update = reference.update_of(steps, self.step_size(), self.form)
-        return self.project_out(update, z)
+        return self.project_out(update, z, scale)
 
     def rate(self, z: Tensor, *, eps: float, grid: Grid = None) -> Tensor | None:
         """R_var of this layer's projected tokens, membership and gate, c = d / eps^2. At eps = sqrt(d), c = 1: the core's."""

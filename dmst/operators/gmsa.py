@@ -105,20 +105,20 @@ class GMSA(Unrolled):
         super().reset_parameters()
         nn.init.trunc_normal_(self.key.weight, std=KEY_STD, a=-20 * KEY_STD, b=20 * KEY_STD)
 
-    def weights(self) -> MixtureWeights:
+    def weights(self, scale: Tensor | None = None) -> MixtureWeights:
         """The tensors of the layer, as they enter the products."""
-        subspace, _ = weight_and_bias(self.subspace, self.dim)
-        key, out = weight_and_bias(self.key, self.dim), weight_and_bias(self.out, self.dim)
-        return MixtureWeights(subspace, *key, weight_and_bias(self.gate, self.dim)[0], *out, self.step_size())
+        subspace, key, gate = (weight_and_bias(x, self.dim) for x in (self.subspace, self.key, self.gate))
+        return MixtureWeights(subspace[0], *key, gate[0], *self.output(scale), self.step_size())
 
-    def forward(self, z: Tensor, *, grid: Grid = None) -> Tensor:
+    def forward(self, z: Tensor, *, grid: Grid = None, scale: Tensor | None = None) -> Tensor:
+        """With `scale` the output is multiplied by it; only where `out` is free."""
         self.check(z)
         if self.is_plain():
-            return self.proj_drop(kernels.attend(z, self.weights(), self.form, grid=grid))
+            return self.proj_drop(kernels.attend(z, self.weights(scale), self.form, grid=grid))
         steps = self.steps(z, grid)
         with kernels.without_autocast(z):
             update = mixture.update_of(steps, self.step_size(), self.form)
-        return self.proj_drop(self.project_out(update, z))
+        return self.proj_drop(self.project_out(update, z, scale))
 
     def decompose(self, z: Tensor, *, grid: Grid = None) -> Parts:
         """The very steps that `forward` takes, in plain torch, every head and group."""

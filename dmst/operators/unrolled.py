@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from dmst import tracing
 from dmst.kernels import compute_dtype
-from dmst.operators.base import Operator
+from dmst.operators.base import Operator, scaled
 from dmst.operators.orthonormal import OrthonormalLinear
 
 
@@ -50,11 +50,16 @@ class Unrolled(Operator):
         step = None if self.theta is None else F.softplus(self.theta)
         return step if step is None or step.numel() > 1 else step.reshape(())
 
-    def project_out(self, update: Tensor, z: Tensor) -> Tensor:
+    def output(self, scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Matrix and bias of `out`, scaled; None where it is tied."""
+        weight, bias = weight_and_bias(self.out, self.dim)
+        return (weight, bias) if weight is None or scale is None else scaled(weight, bias, scale)
+
+    def project_out(self, update: Tensor, z: Tensor, scale: Tensor | None = None) -> Tensor:
         """update (b, k, n, p) through `out`, called as a module, or back by the subspaces."""
         flat = rearrange(update, "b k n p -> b n (k p)").to(compute_dtype(z))
         if self.out is not None:
-            return self.out(flat)
+            return self.out(flat) if scale is None else scale * self.out(flat)
         matrix, _ = weight_and_bias(self.subspace, self.dim)
         return F.linear(flat, matrix.to(flat.dtype).transpose(0, 1))
 

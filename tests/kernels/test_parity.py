@@ -149,8 +149,8 @@ def test_sizes(size: tuple) -> None:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "a sample is one program": {"PROGRAMS": 1},
-    "a sample is many programs": {"PROGRAMS": 10**6},
+    "a sample is one program": {"WARPS": 1},
+    "a sample is many programs": {"WARPS": 10**6},
     "programs of the scores' adjoint take several tiles": {"WEIGHT_PROGRAMS": 3},
 }
 
@@ -173,10 +173,10 @@ def test_every_way_to_cut_the_work(case: tuple, way: str, monkeypatch: pytest.Mo
 
 
 @interpreter
-@pytest.mark.parametrize("programs", [1, 10**6])
-def test_a_head_that_no_token_belongs_to(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("warps", [1, 10**6])
+def test_a_head_that_no_token_belongs_to(warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A score of -200 is a membership of 0 in float32. The head divides by nothing: its mass of 0 counts as 1."""
-    monkeypatch.setattr(plan, "PROGRAMS", programs)
+    monkeypatch.setattr(plan, "WARPS", warps)
     made = draw(("dmsa", {"mode": "equation", "membership_bias": True}), (1, 600, 24, 3))
     bias = torch.tensor([0.5, -200.0, 0.1], device=DEVICE)
     made = made._replace(weights=made.weights._replace(assign_bias=bias))

@@ -35,7 +35,6 @@ from dmst.kernels.fused.core import (
     weigh,
 )
 from dmst.kernels.fused.launch import launch, op
-from dmst.kernels.plan import over
 
 
 @triton.jit
@@ -151,7 +150,7 @@ def pull(
 
     def sweeps(first: bool, second: bool) -> None:
         launch(
-            adjoint_kernel, (b, sweep.splits, over(k, sweep.heads)),
+            adjoint_kernel, (b, sweep.splits, sweep.blocks),
             grad, projected, membership, moment, gate, divisor, theta, part, dmembership, dgate, dtheta, dbias, update,
             n, sweep.span, sweep.splits,
             sign=told.sign, K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens, MODE=MODES[told.mode],

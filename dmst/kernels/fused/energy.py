@@ -104,7 +104,7 @@ def energy_adjoint(
         mean = torch.where(channel > 1e-24, mean, 0)
     dbias = torch.empty(b if wants_bias else 0, sweep.splits, k, p, device=ds.device, dtype=torch.float32)
     launch(
-        energy_adjoint_kernel, (b, sweep.splits, over(k, sweep.heads)),
+        energy_adjoint_kernel, (b, sweep.splits, sweep.blocks),
         ds, projected, dlogits, channel, mean, temperature, dbias, n, sweep.span, sweep.splits,
         K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
         NORMALIZE=normalize, BIAS=wants_bias, STAGES=sweep.stages, num_warps=sweep.warps,

@@ -16,7 +16,8 @@ slope = dupdate and moved = s; for the proximal step they need the update, so th
 With enough images and heads a program takes all sweeps of one. Otherwise tokens are split over programs, a launch a sweep; each
 leaves one row of partial sums. All sums are products of matrices: exact for float32 tokens, TF32 for float16. For bfloat16
 tokens their factors are bfloat16 too, in such a way that mu - s is a difference of numbers that were rounded alike: the
-same rounded pi and a stand in both, and a mu is a sum of two bfloat16 numbers.
+same rounded pi and a stand in both, and a mu is a sum of two bfloat16 numbers. What a softmax over groups reads is less its mean
+over the groups before it is rounded (`_centred`), and so is its gradient: groups are much alike, and only differences count.
 """
 
 from __future__ import annotations
@@ -120,6 +121,14 @@ def _per_size(group, rows, columns, down, across):
 
 
 @triton.jit
+def _centred(x, group, G: tl.constexpr):
+    """x (any, groups) less its mean over the groups."""
+    real = group[None, :] < G
+    mean = tl.sum(tl.where(real, x, 0.0), 1) / G
+    return tl.where(real, x - mean[:, None], 0.0)
+
+
+@triton.jit
 def _memberships(q, centre, token, stop, group, SHARPNESS: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr):
     """pi (tokens, groups), from keys and centres (keys, groups)."""
     logits = (SHARPNESS * 1.4426950408889634) * _fine_dot(q, centre, LOW)
@@ -201,7 +210,7 @@ def forward_kernel(
     if PHASE == CENTRES:
         _leave(centre_ptr, centre, part, group, key, G, R)
     else:
-        centre = centre * _per_size(group, rows, columns, down, across)[None, :]
+        centre = _centred(centre * _per_size(group, rows, columns, down, across)[None, :], group, G)
         if PHASE == LAST:
             mass = tl.load(mass_ptr + image * G + group, mask=group < G, other=0.0)
             one, two = _row(one_ptr, image, group, channel, G, P), _row(two_ptr, image, group, channel, G, P)
@@ -275,7 +284,7 @@ def backward_kernel(
         centre = _centres(keys_ptr, cell_ptr, start, stop, n, key, group, K, R, LOW, TOKENS, STAGES)
     else:
         centre = _row(centre_ptr, image, group, key, G, R)
-    centre = centre * size[None, :]
+    centre = _centred(centre * size[None, :], group, G)
     if PHASE <= STATISTICS:
         mass, one, two, beta, alpha = _statistics(
             projected_ptr, keys_ptr, dupdate_ptr, centre, start, stop, n, channel, key, group,
@@ -314,6 +323,8 @@ def backward_kernel(
         f = dmean - 2.0 * e * mean
         constant = tl.sum(e * (mean * mean - spread) - mean * dmean, 0)
         into_e, into_f, into_a, into_low = tl.trans(2.0 * e), tl.trans(f), tl.trans(low_a), tl.trans(low_a * mean)
+        e, f, own = _centred(e, group, G), _centred(f, group, G), _centred(a, group, G)
+        given, constant = _centred(a * mean, group, G), constant - tl.sum(constant, 0) / G
         dcentre = tl.zeros((KEYS, GROUPS), tl.float32)
         for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
             token = first + tl.arange(0, TOKENS)
@@ -336,10 +347,10 @@ def backward_kernel(
                     if WANTED:
                         _store(update_ptr, t * pull, token, stop, channel, n, K, P)
             ds = s * _dot(pi, into_e, LOW) + _fine_dot(pi, into_f, LOW)
-            dpi = _dot(slope, low_a * mean, LOW) + _dot(s * s, e, LOW) + _dot(s, f, LOW) + constant[None, :]
+            dpi = _dot(slope, given, LOW) + _dot(s * s, e, LOW) + _dot(s, f, LOW) + constant[None, :]
             if MODE != NO_OWN:
                 ds -= slope * share
-                dpi -= _dot(slope * moved, low_a, LOW)
+                dpi -= _dot(slope * moved, own, LOW)
             _store(dupdate_ptr, ds, token, stop, channel, n, K, P)  # in its place: nobody reads this tile again
             dlogits = SHARPNESS * pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
             dcentre += _dot(tl.trans(q), dlogits, LOW)
@@ -348,16 +359,16 @@ def backward_kernel(
             _leave(dcentre_ptr, dcentre, part, group, key, G, R)
         else:
             tl.debug_barrier()  # dq is read again
-            _spread(dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, start, stop, n, key, group, K, R, LOW, TOKENS)
+            _spread(dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, start, stop, n, key, group, K, R, G, LOW, TOKENS)
 
 
 @triton.jit
 def _spread(
     dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, start, stop, n, key, group,
-    K: tl.constexpr, R: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """dkeys = dq + the gradient of the centre of its cell, over how many patches that has."""
-    asked = tl.trans(dcentre * size[None, :])
+    asked = tl.trans(_centred(dcentre, group, G) * size[None, :])
     for first in tl.range(start, stop, TOKENS, num_stages=1):
         token = first + tl.arange(0, TOKENS)
         inside = _inside(cell_ptr, token, stop, group)
@@ -376,7 +387,7 @@ def spread_kernel(
     start, stop = tl.program_id(1) * span, tl.minimum((tl.program_id(1) + 1) * span, n)
     dcentre = _row(dcentre_ptr, tl.program_id(0).to(tl.int64), group, key, G, R)
     size = _per_size(group, rows, columns, down, across)
-    _spread(dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, start, stop, n, key, group, K, R, LOW, TOKENS)
+    _spread(dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, start, stop, n, key, group, K, R, G, LOW, TOKENS)
 
 
 # --- operators -------------------------------------------------------------------------------------------------------

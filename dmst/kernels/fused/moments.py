@@ -18,7 +18,6 @@ from dmst.kernels import plan
 from dmst.kernels.form import Form
 from dmst.kernels.fused.core import MODES, PROXIMAL, attenuation, factor, gate_of_heads, head_block, tile, weigh
 from dmst.kernels.fused.launch import launch, op
-from dmst.kernels.plan import over
 
 
 @triton.jit
@@ -86,9 +85,10 @@ def settle(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of projected (b, n, k p) and membership (b, n, k): update (b, n, k p), T (b, k, p) and its divisor (b, k)."""
     told, n, update = Form.read(form), projected.shape[1], torch.empty_like(projected)
-    if sweep_of(projected, told).splits == 1:
-        moment, divisor = (x.squeeze(1) for x in _rows(projected, told))
-        _launch(projected, membership, None, gate, theta, moment, divisor, update, told, True, True)
+    sweep = sweep_of(projected, told)
+    if sweep.splits == 1:
+        moment, divisor = _rows(projected, told)
+        _launch(sweep, projected, membership, None, gate, theta, moment, divisor, update, told, True)
         return update, moment, divisor
     moment, mass = (x.sum(1) for x in sums(projected, membership, None, told))
     if told.uniform_moment:
@@ -96,14 +96,15 @@ def settle(
     else:
         divisor = mass + told.delta if told.delta else torch.where(mass <= 0, 1, mass)  # NaN stays
     moment = moment / divisor.unsqueeze(-1)
-    _launch(projected, membership, None, gate, theta, moment, divisor, update, told, False, True)
+    _launch(sweep, projected, membership, None, gate, theta, moment, divisor, update, told, False)
     return update, moment, divisor
 
 
 def sums(projected: Tensor, weight: Tensor | None, channel: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
     """Partial energies (b, splits, k, p) and masses (b, splits, k)."""
-    energy, mass = _rows(projected, form)
-    _launch(projected, weight, channel, None, None, energy, mass, None, form, True, False)
+    sweep = sweep_of(projected, form)
+    energy, mass = _rows(projected, form, sweep.splits)
+    _launch(sweep, projected, weight, channel, None, None, energy, mass, None, form, True)
     return energy, mass
 
 
@@ -112,23 +113,23 @@ def sweep_of(projected: Tensor, form: Form) -> plan.Sweep:
     return plan.sweep("settle", b, n, k, d // k, projected.dtype)
 
 
-def _rows(projected: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    (b, _, d), k, splits = projected.shape, form.num_heads, sweep_of(projected, form).splits
-    energy = torch.empty(b, splits, k, d // k, device=projected.device, dtype=torch.float32)
-    return energy, torch.empty(b, splits, k, device=projected.device, dtype=torch.float32)
+def _rows(projected: Tensor, form: Form, *splits: int) -> tuple[Tensor, Tensor]:
+    (b, _, d), k, f32 = projected.shape, form.num_heads, torch.float32
+    energy = torch.empty(b, *splits, k, d // k, device=projected.device, dtype=f32)
+    return energy, torch.empty(b, *splits, k, device=projected.device, dtype=f32)
 
 
 def _launch(
-    projected: Tensor, weight: Tensor | None, channel: Tensor | None, gate: Tensor | None, theta: Tensor | None,
-    energy: Tensor, mass: Tensor, made: Tensor | None, form: Form, adds: bool, updates: bool,
+    sweep: plan.Sweep, projected: Tensor, weight: Tensor | None, channel: Tensor | None, gate: Tensor | None,
+    theta: Tensor | None, energy: Tensor, mass: Tensor, made: Tensor | None, form: Form, adds: bool,
 ) -> None:  # fmt: skip
-    (b, n, d), k, sweep = projected.shape, form.num_heads, sweep_of(projected, form)
+    (b, n, d), k = projected.shape, form.num_heads
     launch(
-        moments_kernel, (b, sweep.splits, over(k, sweep.heads)),
+        moments_kernel, (b, sweep.splits, sweep.blocks),
         projected, weight, channel, gate, theta, energy, mass, made, n, sweep.span, sweep.splits,
         delta=form.delta, sign=form.sign,
         K=k, P=d // k, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
         UNIFORM=weight is None or (form.uniform_moment and channel is None), NORMALIZE=channel is not None,
-        SUM=adds, UPDATE=updates, DELTA=bool(form.delta), GATED=gate is not None, MODE=MODES[form.mode],
+        SUM=adds, UPDATE=made is not None, DELTA=bool(form.delta), GATED=gate is not None, MODE=MODES[form.mode],
         STAGES=sweep.stages, num_warps=sweep.warps,
     )  # fmt: skip
