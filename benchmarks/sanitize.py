@@ -1,11 +1,10 @@
 """The fused kernels on 20 shapes, for NVIDIA's sanitizer to watch. It prints a line per shape.
 
-    compute-sanitizer --tool memcheck  python benchmarks/sanitize.py [--ways eager stream hidden] [--part 1/4]
+    compute-sanitizer --tool memcheck  python benchmarks/sanitize.py [--ways eager stream] [--part 1/4]
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py
 
     eager     the layer, forward and backward, on the default stream
     stream    the same on a stream of its own, where CUDA graphs are recorded
-    hidden    the hidden channels of an MLP, forward alone
 
 `--part 1/4` takes every fourth shape from the first on, for several processes. Races in kernels of the library (nvjet) are not
 about our memory (docs/kernels.md).
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 import dmst
-from dmst.kernels.fused.product import linear_gelu
 
 # samples, tokens, width, heads; odd ones, one token, short and long samples, narrow and wide heads
 SHAPES = [
@@ -29,7 +27,7 @@ SHAPES = [
     (9, 100, 72, 9),
 ]  # fmt: skip
 FORMS = ("dmsa:listing", "gmsa:listing", "dmsa:proximal", "tssa", "gmsa:proximal")
-WAYS = ("eager", "stream", "hidden")
+WAYS = ("eager", "stream")
 
 
 def layer_of(form: str, d: int, k: int, dtype: torch.dtype, **options: int | None) -> torch.nn.Module:
@@ -46,15 +44,10 @@ def backward(out: Tensor, z: Tensor) -> None:
 def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype) -> None:
     layer = layer_of(form, d, k, dtype, **({"groups": min(n, 16)} if form.startswith("gmsa") else {}))
     z = torch.randn(b, n, d, device="cuda", dtype=dtype, requires_grad=True)
-    if way == "hidden":
-        if dtype.itemsize == 2 and d % 16 == 0:
-            weight, bias = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((2 * d + 64, d), (2 * d + 64,)))
-            assert torch.isfinite(linear_gelu(z.detach(), weight, bias)).all()
-    else:
-        side = torch.cuda.Stream() if way == "stream" else torch.cuda.current_stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            backward(layer(z), z)
+    side = torch.cuda.Stream() if way == "stream" else torch.cuda.current_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        backward(layer(z), z)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from dmst.kernels import plan
 from dmst.kernels.plan import Cut
 from dmst.operators import DMSA
 
-HIDDEN, GROUPS, KEY = 4, 16, 16  # hidden channels over width; of GMSA
+GROUPS, KEY = 16, 16  # of GMSA
 
 
 def candidates(*choices: tuple[int, ...]) -> list[Cut]:
@@ -42,7 +42,6 @@ CANDIDATES = {
     "adjoint": candidates((16, 32, 64), (64, 128), (0,), (2, 4, 8), (1, 2, 3)),
     "groups": candidates((16, 32, 64), (0,), (0,), (1, 2, 4), (1, 2, 3)),
     "groups back": candidates((16, 32, 64), (0,), (0,), (1, 2, 4), (1, 2)),
-    "product": candidates((64, 128, 256), (64,), (128, 256), (4, 8), (3, 4)),
 }
 
 
@@ -55,7 +54,7 @@ def shape_of(text: str) -> tuple[int, int]:
 
 def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cuda") -> dict[str, Callable[[], Any]]:
     """A call of each kernel, on random numbers."""
-    from dmst.kernels.fused import adjoint, front, mixture, moments, product
+    from dmst.kernels.fused import adjoint, front, mixture, moments
 
     chance = torch.Generator(device).manual_seed(0)
 
@@ -68,7 +67,6 @@ def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cud
     assign, key = draw(k, d, like=f32) / d**0.5, draw(q, d) / d**0.5
     share, gate = draw(b, k, like=f32), draw(b, k, like=f32).square()
     moment, divisor = draw(b, k, d // k, like=f32).square(), gate + 1
-    hidden, bias = draw(HIDDEN * d, d) / d**0.5, draw(HIDDEN * d)
     cell = torch.arange(n, device=device, dtype=torch.int32) * GROUPS // n
     cells, pi = (cell, [GROUPS, 1, n, 1, GROUPS]), narrow.sigmoid()
     return {
@@ -82,7 +80,6 @@ def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cud
         "adjoint": lambda: adjoint.pull(other, z, pi, moment, gate, divisor, None, text, False, True),
         "groups": lambda: mixture.group_update(z, keys, *cells, gate, gate, k, KEY**-0.5, 0),
         "groups back": lambda: mixture.group_adjoint(z, keys, *cells, gate, gate, other, k, KEY**-0.5, 0, True),
-        "product": lambda: product.linear_gelu(z, hidden, bias),
     }
 
 

@@ -15,7 +15,6 @@ import torch
 STEP = 64  # tokens in one rotary step: a tile that lies within one reads little of the tables
 WARPS = 2048  # about what fills the device: samples are split over programs until these have so many
 WEIGHT_PROGRAMS = 528  # that sum up gradients of weights: each leaves a row of partial sums
-GELU_ROWS = 16384  # from which our own product of an MLP serves
 MOST_HEADS = 64
 MOST_KEYS = 64  # of GMSA: channels of a key
 MOST_MEANS = 2048  # and groups times channels, both padded: what 99 KiB of shared memory hold
@@ -27,7 +26,7 @@ class Cut(NamedTuple):
 
     tokens: int
     channels: int  # of a token; in `settle` and `adjoint` all that a program has, of whole heads
-    columns: int  # of keys, of hidden channels
+    columns: int  # of keys
     warps: int
     stages: int  # of a loop whose loads run ahead
 
@@ -44,7 +43,6 @@ USUAL: Row = {  # "keys": the same kernel with GMSA's keys
     "adjoint": Cut(16, 64, 0, 2, 2),
     "groups": Cut(64, 0, 0, 4, 2),
     "groups back": Cut(32, 0, 0, 2, 1),
-    "product": Cut(128, 64, 128, 8, 3),
 }
 # float32: exact products are unrolled into sums of single products, which fill the registers if tiles are large.
 WIDE: Row = USUAL | {

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from dmst import tracing
 from dmst.errors import OptionError
-from dmst.kernels import hidden
+from dmst.kernels.gelu import gelu, hidden
 from dmst.models.residual import Residual
 from dmst.operators.base import linear, scaled
 
@@ -43,9 +43,8 @@ class Mlp(nn.Module):
 
     def activate(self, z: Tensor, grid: Grid) -> Tensor:
         """The hidden channels, (b, n, hidden)."""
-        plain = isinstance(z, Tensor) and isinstance(self.fc1, nn.Linear) and tracing.is_plain(self.fc1)  # no proxy of torch.fx
-        if plain and hidden.serves(z, self.fc1.weight):
-            return hidden.linear_gelu(z, self.fc1.weight, self.fc1.bias)
+        if isinstance(z, Tensor) and isinstance(self.fc1, nn.Linear) and tracing.is_plain(self.fc1):  # no proxy of torch.fx
+            return hidden(z, self.fc1.weight, self.fc1.bias)
         return F.gelu(self.fc1(z))
 
 
@@ -68,8 +67,8 @@ class LocalMlp(Mlp):
         image = patches.unflatten(1, grid).permute(0, 3, 1, 2)
         if tracing.exported():  # channels last in memory, one image is laid out as no batch is: the graph would be for one
             image = image.contiguous()
-        active = F.gelu(patches + self.local(image).permute(0, 2, 3, 1).flatten(1, 2))
-        return torch.cat((F.gelu(h[:, : self.prefix]), active), 1) if self.prefix else active
+        active = gelu(patches + self.local(image).permute(0, 2, 3, 1).flatten(1, 2))
+        return torch.cat((gelu(h[:, : self.prefix]), active), 1) if self.prefix else active
 
 
 class MlpStep(nn.Module):

@@ -5,8 +5,8 @@ conv        log2(patch) convolutions of stride 2, at least three in all (the fir
 patch       z_n = W patch_n + bias
 norm_patch  z_n = norm(W norm(patch_n) + bias), a patch flattened row, column, channel
 
-cuDNN has no tensor-core kernel for images of 3 channels. On a CUDA device `patch` is therefore a product with the patches, and
-the first convolution of `conv`, in 16 bits, reads channels padded with zeros to a multiple of 8, channels last.
+cuDNN has no tensor-core kernel for images of 3 channels, and a slow one for 48. On a CUDA device `patch` is therefore a product
+with the patches, and a convolution of `conv`, in 16 bits, reads channels padded with zeros, channels last.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst.kernels import compute_dtype
+from dmst.kernels.gelu import gelu
 from dmst.one_node import OneNode
 from dmst.operators.base import linear
 
@@ -33,11 +34,16 @@ def _in_eights(x: Tensor) -> bool:
     return x.is_cuda and compute_dtype(x).itemsize == 2
 
 
-class ImageConv(nn.Conv2d):
-    """A convolution whose input channels are padded where tensor cores ask it."""
+class Gelu(nn.GELU):
+    def forward(self, x: Tensor) -> Tensor:
+        return gelu(x)
+
+
+class PaddedConv(nn.Conv2d):
+    """A convolution whose input channels are padded to a multiple of 8, or of 32 where there are more."""
 
     def forward(self, x: Tensor) -> Tensor:
-        missing = -self.in_channels % 8
+        missing = -self.in_channels % (8 if self.in_channels < 32 else 32)
         if not (missing and _in_eights(x)):
             return super().forward(x)
         x = x.to(compute_dtype(x))  # as autocast would, but before the channels are copied
@@ -72,11 +78,10 @@ class ConvStem(OneNode):
         layers: list[nn.Module] = []
         for i in range(count):
             stride = 2 if i >= count - halvings else 1
-            kind = nn.Conv2d if i else ImageConv
             layers += [
-                kind(widths[i], widths[i + 1], 3, stride, 1, bias=False, **factory),
+                PaddedConv(widths[i], widths[i + 1], 3, stride, 1, bias=False, **factory),
                 nn.BatchNorm2d(widths[i + 1], **factory),
-                nn.GELU(),
+                Gelu(),
             ]
         self.layers = nn.Sequential(*layers[:-1])
 

@@ -17,7 +17,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 import dmst
-from dmst.kernels.fused import adjoint, energy, front, gate, layer, mixture, moments, product
+from dmst.kernels.fused import adjoint, energy, front, gate, layer, mixture, moments
 
 low, half, wide = torch.bfloat16, torch.float16, torch.float32
 what, capability, most = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -48,7 +48,7 @@ def launch(kernel, grid, *args, **constants):
 
 
 driver.set_active(Card())
-for module in (adjoint, energy, front, gate, mixture, moments, product):
+for module in (adjoint, energy, front, gate, mixture, moments):
     module.launch = launch
 
 
@@ -83,10 +83,6 @@ CASES = {
         "passes('dmsa', 4, 197, 1024, 8, low, mode='proximal')",
         "passes('gmsa', 4, 197, 128, 64, wide, key_dim=64)",
         "passes('gmsa', 4, 197, 1024, 8, low, groups=16)",
-    ],
-    "the MLP": [
-        "product.linear_gelu(*(torch.empty(*x, device='meta', dtype=low) for x in ((50432, 384), (1536, 384), (1536,))))",
-        "product.linear_gelu(*(torch.empty(*x, device='meta', dtype=low) for x in ((99, 48), (80, 48))), None)",
     ],
 }
 

@@ -17,7 +17,7 @@ from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.feedforward import Ista, LocalStep, MlpStep
 from dmst.models.positions import FourierPosition, LearnedPosition
 from dmst.models.residual import Residual
-from dmst.models.stems import STEMS, ConvStem, ImageConv
+from dmst.models.stems import STEMS, ConvStem, Gelu, PaddedConv
 from tests.cases import relative
 from tests.networks import (
     F64,
@@ -197,8 +197,8 @@ def test_class_attention() -> None:
 def test_the_conv_stem(patch: int, widths: list[int], strides: list[int]) -> None:
     stem = ConvStem(config(patch_size=patch, img_size=16), dtype=F64)
     kinds = [type(layer) for layer in stem.layers]
-    wanted = [nn.Conv2d, nn.BatchNorm2d, nn.GELU] * len(strides)
-    assert kinds == [ImageConv, *wanted[1:-1]]  # no activation after the last
+    wanted = [PaddedConv, nn.BatchNorm2d, Gelu] * len(strides)
+    assert kinds == wanted[:-1]  # no activation after the last
     layers = [layer for layer in stem.layers if isinstance(layer, nn.Conv2d)]
     assert [layer.in_channels for layer in layers] + [24] == widths
     assert [layer.stride for layer in layers] == [(s, s) for s in strides]

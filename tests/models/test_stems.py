@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst.models import stems
-from dmst.models.stems import ImageConv, PatchConv
+from dmst.models.stems import PaddedConv, PatchConv
 from tests.cases import relative
 from tests.networks import F64, build, images
 
 BF16 = torch.bfloat16
-both = pytest.mark.parametrize("kind", [ImageConv, PatchConv])
+both = pytest.mark.parametrize("kind", [PaddedConv, PatchConv])
 families = pytest.mark.parametrize("name", ["dmst_tiny", "vit_tiny"])
 
 
 def convolution(kind: type[nn.Conv2d], channels: int = 3, size: int = 4, dtype: torch.dtype = F64) -> nn.Conv2d:
-    if kind is ImageConv:
-        return ImageConv(channels, 11, 3, 2, 1, bias=False, dtype=dtype)
+    if kind is PaddedConv:
+        return PaddedConv(channels, 11, 3, 2, 1, bias=False, dtype=dtype)
     return PatchConv(channels, 11, size, size, dtype=dtype)
 
 
@@ -68,10 +68,10 @@ def test_a_product_with_patches_is_the_convolution(there: None, size: int, chann
     assert conv(x[:0]).shape == (0, 11, 2, 3)
 
 
-@pytest.mark.parametrize("channels", [3, 8, 13])
+@pytest.mark.parametrize("channels", [3, 8, 13, 48])
 def test_padded_channels_are_the_convolution(there: None, channels: int) -> None:
     """Zeros add nothing; the copy is channels last."""
-    conv = convolution(ImageConv, channels)
+    conv = convolution(PaddedConv, channels)
     for x in strided(torch.randn(5, channels, 6, 10, dtype=F64)):
         found, wanted = differentiate(conv, conv, x), differentiate(lambda x: plainly(conv, x), conv, x)
         assert all(relative(a, b) < 1e-12 for a, b in zip(found, wanted, strict=True))
