@@ -100,6 +100,15 @@ def gradients(operator: nn.Module, z: Tensor, grad: Tensor, **call: Any) -> dict
     return {"out": out.detach(), "z": found[0], **dict(zip(names, found[1:], strict=True))}
 
 
+def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Relative errors. The bias of the keys is a sum that cancels; one column of their weight is of as many terms."""
+    scales = {name: x.norm().item() for name, x in expected.items()}
+    if "key.bias" in scales:
+        weight = expected["key.weight"]
+        scales["key.bias"] = max(scales["key.bias"], scales["key.weight"] / weight.shape[1] ** 0.5)
+    return {name: (found[name].double() - x.double()).norm().item() / scales[name] for name, x in expected.items()}
+
+
 def with_form(operator: Operator, **changes: Any) -> Operator:
     """A copy whose form differs, for identities that hold at delta = 0."""
     assert isinstance(operator, TokenStatistics)

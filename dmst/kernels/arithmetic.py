@@ -29,12 +29,6 @@ def free(buffer: Tensor | None, dtype: torch.dtype) -> TypeGuard[Tensor]:
     return buffer is not None and buffer.dtype == dtype and in_place()
 
 
-def reshaped(done: Tensor, shape: torch.Size) -> Tensor | None:
-    """A tensor whose content is done with, as a buffer of another shape (no view: autograd guards views); None if that is not
-    allowed."""
-    return done.resize_(shape) if in_place() else None
-
-
 def add(mine: Tensor, other: Tensor) -> Tensor:
     """mine + other, into `mine`, which nobody else may read afterwards."""
     return mine.add_(other) if in_place() else mine + other
@@ -55,22 +49,9 @@ def plus(mine: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
     return mine.addcmul_(x, y, value=scale) if in_place() else torch.addcmul(mine, x, y, value=scale)
 
 
-def plus_matmul(mine: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """mine + x @ y, into `mine` likewise; all with the same two axes before the matrices."""
-    if in_place():
-        mine.flatten(0, 1).baddbmm_(x.flatten(0, 1), y.flatten(0, 1))
-        return mine
-    return mine + x @ y
-
-
 def product(x: Tensor, y: Tensor, into: Tensor | None) -> Tensor:
     """x * y, into a buffer of the same shape whose content is done with."""
     return torch.mul(x, y, out=into) if free(into, x.dtype) else x * y
-
-
-def matmul(x: Tensor, y: Tensor, into: Tensor | None) -> Tensor:
-    """x @ y, into a buffer likewise."""
-    return torch.matmul(x, y, out=into) if free(into, x.dtype) else x @ y
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ As a function it holds until the next call; in a `with` it holds inside. One cho
     otherwise CPU, sparsemax gate, eager                     silent        heads with gate 0 left out where that is faster
     otherwise                                                reference
 
-The reference of GMSA is `mixture`.
+The reference of GMSA is `mixture`, which autograd differentiates.
 """
 
 from __future__ import annotations
@@ -217,9 +217,9 @@ def kernel_for(z: Tensor, weights: AnyWeights, form: AnyForm, dtype: torch.dtype
         return plain
     if form.split:
         return _checkpointed if form.save == "nothing" and not tracing.transformed() else plain
+    if isinstance(form, MixtureForm):
+        return plain
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
         return closed_form.attend
     readable = not (tracing.transformed() or tracing.dispatched())  # by the host: which heads are on
-    if isinstance(form, Form) and z.device.type == "cpu" and form.gate == "sparsemax" and readable:
-        return silent.attend
-    return plain
+    return silent.attend if z.device.type == "cpu" and form.gate == "sparsemax" and readable else plain

@@ -23,7 +23,6 @@ the steps are taken again from z so that autograd sees them, and these same form
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,16 +30,15 @@ from einops import rearrange
 from torch import Tensor
 
 from dmst import rotary
-from dmst.kernels import mixture, mixture_closed_form, reference
+from dmst.kernels import reference
 from dmst.kernels.arithmetic import plus, product, times, wide
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.form import GATE, MEMBERSHIP, Form, Weights
-from dmst.kernels.mixture import MixtureForm, MixtureSteps, MixtureWeights
 from dmst.kernels.reference import Steps
 
 
-def attend(z: Tensor, weights: Any, form: Any, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
-    """The whole layer on z (b, n, d), GMSA too; the large projections run in `dtype`."""
+def attend(z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype) -> Tensor:
+    """The whole layer on z (b, n, d); the large projections run in `dtype`."""
     return _Attend.apply(z, *weights, form, grid, dtype)[0]
 
 
@@ -52,11 +50,9 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(z: Tensor, *arguments: Any) -> tuple:
         *tensors, form, grid, dtype = arguments
-        plain, weights = _plain(form), weights_of(tensors, form)
-        steps = plain.take_steps(z, weights, form, grid, dtype)
-        out = plain.project_out(plain.update_of(steps, weights.theta, form), weights, dtype)
-        if isinstance(form, MixtureForm):
-            steps = steps._replace(membership=None)  # as many numbers as groups: taken again from the keys
+        weights = Weights(*tensors)
+        steps = reference.take_steps(z, weights, form, grid, dtype)
+        out = reference.project_out(reference.update_of(steps, weights.theta, form), weights, dtype)
         return out, *((None,) * len(steps) if form.save == "nothing" else steps)
 
     @staticmethod
@@ -73,24 +69,15 @@ class _Attend(torch.autograd.Function):
         z, *rest = ctx.saved_tensors
         if dout is None:
             return (None,) * (count + 4)
-        weights, wanted = weights_of(rest[:count], form), weights_of(ctx.needs_input_grad[1 : 1 + count], form)
+        weights, wanted = Weights(*rest[:count]), Weights(*ctx.needs_input_grad[1 : 1 + count])
         with without_autocast(dout):
             # nothing was kept, or a second derivative will follow: what was kept carries no graph
             if form.save == "nothing" or torch.is_grad_enabled():
-                steps = _plain(form).take_steps(z, weights, form, ctx.grid, ctx.dtype)
+                steps = reference.take_steps(z, weights, form, ctx.grid, ctx.dtype)
             else:
-                steps = (MixtureSteps if isinstance(form, MixtureForm) else Steps)(*rest[count:])
-            back = mixture_closed_form.pull_back if isinstance(form, MixtureForm) else pull_back
-            dz, grads = back(z, weights, form, ctx.grid, ctx.dtype, steps, dout, wanted, ctx.needs_input_grad[0])
+                steps = Steps(*rest[count:])
+            dz, grads = pull_back(z, weights, form, ctx.grid, ctx.dtype, steps, dout, wanted, ctx.needs_input_grad[0])
         return dz, *(_fit(grads.get(name), x) for name, x in weights._asdict().items()), None, None, None
-
-
-def _plain(form: Any) -> Any:
-    return mixture if isinstance(form, MixtureForm) else reference
-
-
-def weights_of(tensors: Sequence[Any], form: Any) -> Any:
-    return MixtureWeights(*tensors) if isinstance(form, MixtureForm) else Weights(*tensors)
 
 
 class _Core(NamedTuple):

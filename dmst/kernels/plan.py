@@ -56,7 +56,8 @@ WIDE: Row = USUAL | {
     "groups back": Cut(16, 0, 0, 4, 1),
 }
 TABLE: dict[tuple[tuple[int, int], int, torch.dtype], Row] = {
-    ((9, 0), 384, torch.bfloat16): USUAL | {  # NVIDIA H200, 256x197, 8 heads
+    ((9, 0), 384, torch.bfloat16): USUAL
+    | {  # NVIDIA H200, 256x197, 8 heads
         "front": Cut(32, 64, 0, 2, 2),
         "front keys": Cut(64, 64, 128, 4, 3),
         "into_tokens": Cut(16, 128, 0, 4, 1),

@@ -38,8 +38,10 @@ class Mlp(nn.Module):
 
     def forward(self, z: Tensor, grid: Grid = None, scale: Tensor | None = None) -> Tensor:
         """With `scale` its last map is scaled (`Residual`)."""
-        hidden = self.drop(self.activate(z, grid))
-        return self.drop(self.fc2(hidden) if scale is None else F.linear(hidden, *scaled(self.fc2.weight, self.fc2.bias, scale)))
+        inner = self.drop(self.activate(z, grid))
+        if scale is None:
+            return self.drop(self.fc2(inner))
+        return self.drop(F.linear(inner, *scaled(self.fc2.weight, self.fc2.bias, scale)))
 
     def activate(self, z: Tensor, grid: Grid) -> Tensor:
         """The hidden channels, (b, n, hidden)."""

@@ -39,8 +39,8 @@ class Residual(OneNode):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def folds(self, z: Tensor, step: nn.Module, last: nn.Module | None) -> bool:
-        """Whether `step`, on tokens z, shall scale its `last` linear map itself: in bfloat16 alone. float16 has no room for small
-        scales, and wider types are for those who compare bits. Who listens to the step shall hear its update."""
+        """Whether `step`, on tokens z, shall scale its `last` linear map itself: in bfloat16 alone. float16 has no room for
+        small scales, and wider types are for those who compare bits. Who listens to the step shall hear its update."""
         if self.scale is None or last is None or not isinstance(z, Tensor):  # a proxy of torch.fx
             return False
         return type(last) is nn.Linear and compute_dtype(z) == torch.bfloat16 and tracing.is_plain(step, last)

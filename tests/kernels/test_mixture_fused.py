@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from dmst import use_kernels
 from dmst.errors import DmstError, OptionError
 from dmst.kernels.attempt import anew
 from dmst.operators import GMSA
-from tests.cases import VARIANTS, build, gradients, label, relative
+from tests.cases import VARIANTS, build, gradients, label, off, relative
 from tests.parity import BF16, DEVICE, F32, by_default, fresh_memory_is_nan, needs_triton, on_gpu
 
 pytestmark = needs_triton
@@ -40,15 +39,6 @@ def errors(case: tuple, n: int, grid: tuple[int, int], dtype: torch.dtype, kerne
         found = gradients(operator.eval(), z, grad, grid=grid)
     expected = gradients(exact.eval(), z.double(), grad.double(), grid=grid)
     return off(found, expected)
-
-
-def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Relative errors. The bias of the keys is a sum that cancels; one column of their weight is of as many terms."""
-    scales = {name: x.norm().item() for name, x in expected.items()}
-    if "key.bias" in scales:
-        weight = expected["key.weight"]
-        scales["key.bias"] = max(scales["key.bias"], scales["key.weight"] / weight.shape[1] ** 0.5)
-    return {name: (found[name].double() - x.double()).norm().item() / scales[name] for name, x in expected.items()}
 
 
 @cases

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst.kernels import closed_form
 from dmst.kernels.arithmetic import aligned, cast
 from dmst.kernels.attempt import attempt
 from dmst.kernels.autocast import without_autocast
 from dmst.kernels.choice import AnyForm, AnyWeights, reference_of
-from dmst.kernels.closed_form import weights_of
+from dmst.kernels.form import Weights
 from dmst.kernels.fused import front, mixture_layer, statistics_layer
 from dmst.kernels.fused.launch import Once
 from dmst.kernels.mixture import MixtureForm, MixtureWeights
@@ -48,6 +47,10 @@ def _attempt(fused: Any, plain: Any, z: Tensor, weights: AnyWeights, form: AnyFo
     """What fails once fails for all of this kind."""
     name = "GMSA" if isinstance(form, MixtureForm) else "the layer"
     return attempt(fused, plain, (z, weights, form, grid, *rest), z, (name, form, z.shape[-1], z.dtype, z.device))
+
+
+def weights_of(tensors: Sequence[Any], form: AnyForm) -> Any:
+    return MixtureWeights(*tensors) if isinstance(form, MixtureForm) else Weights(*tensors)
 
 
 class _Layer(torch.autograd.Function):
@@ -147,7 +150,7 @@ def _plain_backward(
     leaves = {name: x.detach().requires_grad_(asked[name]) for name, x in given.items() if x is not None}
     mine = weights_of([leaves.get(name) for name in weights._fields], form)
     with torch.enable_grad():
-        out = closed_form.attend(leaves["z"], mine, form, grid=grid, dtype=z.dtype)
+        out = reference_of(form)(leaves["z"], mine, form, grid=grid, dtype=z.dtype)
         found = torch.autograd.grad(out, [x for x in leaves.values() if x.requires_grad], dout.to(z.dtype), allow_unused=True)
     grads = dict(zip((name for name, x in leaves.items() if x.requires_grad), found, strict=True))
     return grads.pop("z", None), {name: x for name, x in grads.items() if x is not None}

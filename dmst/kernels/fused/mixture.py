@@ -3,8 +3,18 @@
     group_update     projected (b, n, k p), keys (b, n, k r), w = g^2 and t (b, k)   ->  update (b, n, k p)
     group_adjoint    the same and dupdate      ->  the gradients of keys, w and t; that of projected over dupdate
 
-t multiplies the pull: g (listing), g^2 (equation), theta g^2 (proximal). The formulas are those of `kernels/mixture.py` and
-`kernels/mixture_closed_form.py`. Sweeps over the tokens of one image and head, a tile at a time:
+t multiplies the pull: g (listing), g^2 (equation), theta g^2 (proximal). Forward the formulas are those of
+`kernels/mixture.py`. Backward, P being the matrix of the means of cells:
+
+    slope = dupdate, moved = s               proximal: slope = dupdate/(1 + t pi a), moved = s + update
+    beta = sum_n pi slope    alpha = sum_n pi slope moved    B = mu beta - alpha
+    dt = sum a B             dw = -t sum V a^2 B             V does not move with mu: it is least there
+    e = -w t a^2 B/m         f = t a beta/m - 2 e mu         const = sum_i e (mu^2 - V) - t a beta mu/m
+    dS = 2 s (pi e) + pi f - t slope (pi a)
+    dpi = t slope (a mu) - t slope moved a + s^2 e + s f + const             without own: no moved, no dS by slope
+    dl = pi (dpi - sum_g pi dpi)             dq = sharpness dl c             dkeys = dq + P^T sharpness dl^T q
+
+Sweeps over the tokens of one image and head, a tile at a time:
 
     centres      sums of the keys by cell
     statistics   mass, sums of pi s and pi s^2; backward also beta = sum_n pi slope and alpha = sum_n pi slope moved
@@ -12,12 +22,12 @@ t multiplies the pull: g (listing), g^2 (equation), theta g^2 (proximal). The fo
     pull         ds, dq and the gradient of the centres
     spread       dkeys = dq + what the centre of its cell asks
 
-slope = dupdate and moved = s; for the proximal step they need the update, so that beta and alpha take a sweep of their own.
-With enough images and heads a program takes all sweeps of one. Otherwise tokens are split over programs, a launch a sweep; each
-leaves one row of partial sums. All sums are products of matrices: exact for float32 tokens, TF32 for float16. For bfloat16
-tokens their factors are bfloat16 too, in such a way that mu - s is a difference of numbers that were rounded alike: the
-same rounded pi and a stand in both, and a mu is a sum of two bfloat16 numbers. What a softmax over groups reads is less its mean
-over the groups before it is rounded (`_centred`), and so is its gradient: groups are much alike, and only differences count.
+For the proximal step beta and alpha need the update, and take a sweep of their own. With enough images and heads a program takes
+all sweeps of one. Otherwise tokens are split over programs, a launch a sweep; each leaves one row of partial sums. All sums are
+products of matrices: exact for float32 tokens, TF32 for float16. For bfloat16 tokens their factors are bfloat16 too, in such a
+way that mu - s is a difference of numbers that were rounded alike: the same rounded pi and a stand in both, and a mu is a sum of
+two bfloat16 numbers. What the softmax over groups reads has its mean over the groups taken out before it is rounded
+(`_centred`), and so has its gradient: groups are alike, and differences count.
 """
 
 from __future__ import annotations
