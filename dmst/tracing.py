@@ -3,6 +3,7 @@
 is_plain_eager()  none of the next four: a shortcut may be taken
 traced()          torch.compile, torch.export, torch.jit.trace: what is done once is done for every later input
 exported()        of these, the ones whose graph somebody else will read: plain operators only
+compiled()        of these, torch.compile: what is made of the graph is its own affair
 transformed()     torch.func transforms or forward-mode differentiation: tensors hide their batch and their tangents
 dispatched()      a dispatch mode (fake tensors, make_fx, a FLOP counter): tensors may have no values to read
 recorded(device)  a CUDA graph is recorded there: nothing has a value yet
@@ -31,6 +32,10 @@ def traced() -> bool:
 
 def exported() -> bool:
     return _exporting() or torch.jit.is_tracing()
+
+
+def compiled() -> bool:
+    return torch.compiler.is_compiling() and not exported()
 
 
 def _exporting() -> bool:

@@ -193,7 +193,7 @@ def check(
         if name in CANCELLING:
             bar = bar * size_of_terms(made, name) / right.norm().clamp(min=1e-300).item()
         bar = max(bar, *(ratio * excess(other[name], right, dtype) for other in others), 0.0)
-        assert excess(mine, right, dtype) <= bar, name
+        assert excess(mine, right, dtype) <= bar, (name, excess(mine, right, dtype), bar)
 
 
 def same_bits(found: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> None:

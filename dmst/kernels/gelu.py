@@ -29,8 +29,7 @@ Q = (-4.78161562e-9, 3.62801069e-7, -1.10290295e-5, 1.5569583e-4, 1.10615411e-4,
 
 
 def gelu(x: Tensor) -> Tensor:
-    by_formula = torch.compiler.is_compiling() and not tracing.exported() and x.is_cuda and x.dtype.itemsize == 2
-    return Formula.apply(x) if by_formula else F.gelu(x)
+    return Formula.apply(x) if tracing.compiled() and x.is_cuda and x.dtype.itemsize == 2 else F.gelu(x)
 
 
 def normal(x: Tensor) -> Tensor:

@@ -4,8 +4,8 @@
 scale per channel could make its step raise the rate). drop_path leaves out the update of a whole sample at random, in
 training only.
 
-scale (W x + b) = (scale W) x + scale b: where the update ends with a linear map of ours, that map is scaled in place of the
-tokens, which saves a pass over them, and two on the way back.
+scale (W x + b) = (scale W) x + scale b: where torch.compile traces and the update ends with a linear map of ours, that map is
+scaled in place of the tokens, which saves a pass over them on the way back. The compiler casts the map at the same time.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Residual(OneNode):
     def folds(self, z: Tensor, step: nn.Module, last: nn.Module | None) -> bool:
         """Whether `step`, on tokens z, shall scale its `last` linear map itself: in bfloat16 alone. float16 has no room for
         small scales, and wider types are for those who compare bits. Who listens to the step shall hear its update."""
-        if self.scale is None or last is None or not isinstance(z, Tensor):  # a proxy of torch.fx
+        if self.scale is None or not tracing.compiled() or compute_dtype(z) != torch.bfloat16:
             return False
-        return type(last) is nn.Linear and compute_dtype(z) == torch.bfloat16 and tracing.is_plain(step, last)
+        return type(last) is nn.Linear and tracing.is_plain(step, last)
 
     def forward(self, z: Tensor, update: Tensor, scaled: bool = False) -> Tensor:
         if self.scale is not None and not scaled:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmst import tracing
 from dmst.errors import OptionError
 from dmst.models import ModelConfig
+from dmst.models.block import Block
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.feedforward import Ista, LocalStep, MlpStep
 from dmst.models.positions import FourierPosition, LearnedPosition
@@ -148,6 +150,31 @@ def test_the_block_is_its_two_lines(name: str) -> None:
         hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
         assert relative(layer.after_operator, w) < 1e-13
         assert relative(layer.after_feedforward, w + scales[1] * (hidden @ mlp.fc2.weight.T + mlp.fc2.bias)) < 1e-13
+
+
+@pytest.mark.parametrize("operator", ["dmsa", "gmsa"])
+def test_a_compiled_scale_goes_into_the_last_map(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, unless somebody listens. Output and gradients are those of the scaled update."""
+    block = Block(config(operator=operator, layer_scale=0.5, dim=48, img_size=96), dtype=torch.bfloat16)
+    exact, z = copy.deepcopy(block).double(), torch.randn(2, 36, 48, dtype=torch.bfloat16)
+
+    def differentiate(block: Block) -> dict[str, Tensor]:
+        given = z.to(block.norm.weight.dtype).requires_grad_()
+        block.zero_grad()
+        out = block(given, (6, 6))
+        out.square().sum().backward()
+        return {"out": out.detach(), "z": given.grad, **{name: p.grad for name, p in block.named_parameters()}}
+
+    wanted, usual = differentiate(exact), differentiate(block)
+    monkeypatch.setattr(tracing, "compiled", lambda: True)
+    found = differentiate(block)
+    assert not torch.equal(found["out"], usual["out"])
+    for name, right in wanted.items():
+        assert relative(found[name], right) < max(2e-2, 2 * relative(usual[name], right)), name
+    for listened in (block.operator, block.feedforward.mlp):
+        listened.register_forward_hook(lambda *_: None)
+    assert torch.equal(differentiate(block)["out"], usual["out"])
+    assert not block.residual.folds(z.half(), block.operator, block.operator.out)
 
 
 def test_class_attention() -> None:

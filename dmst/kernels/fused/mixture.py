@@ -22,12 +22,12 @@ Sweeps over the tokens of one image and head, a tile at a time:
     pull         ds, dq and the gradient of the centres
     spread       dkeys = dq + what the centre of its cell asks
 
-For the proximal step beta and alpha need the update, and take a sweep of their own. With enough images and heads a program takes
-all sweeps of one. Otherwise tokens are split over programs, a launch a sweep; each leaves one row of partial sums. All sums are
-products of matrices: exact for float32 tokens, TF32 for float16. For bfloat16 tokens their factors are bfloat16 too, in such a
-way that mu - s is a difference of numbers that were rounded alike: the same rounded pi and a stand in both, and a mu is a sum of
-two bfloat16 numbers. What the softmax over groups reads has its mean over the groups taken out before it is rounded
-(`_centred`), and so has its gradient: groups are alike, and differences count.
+For the proximal step beta and alpha need the update, and take a sweep of their own. With enough images and heads a program
+takes all sweeps of one. Otherwise tokens are split over programs, a launch a sweep; each leaves one row of partial sums. All
+sums are products of matrices: exact for float32 tokens, TF32 for float16. For bfloat16 tokens their factors are bfloat16 too,
+in such a way that mu - s is a difference of numbers that were rounded alike: the same rounded pi and a stand in both, and a
+mu is a sum of two bfloat16 numbers. What the softmax over groups reads has its mean over the groups taken out before it is
+rounded (`_centred`), and so has its gradient: groups are alike, and differences count.
 """
 
 from __future__ import annotations
