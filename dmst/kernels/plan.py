@@ -33,15 +33,15 @@ class Cut(NamedTuple):
 
 Row = dict[str, Cut]
 USUAL: Row = {  # "keys": the same kernel with GMSA's keys
-    "front": Cut(64, 64, 0, 4, 2),
+    "front": Cut(32, 64, 0, 2, 2),
     "front keys": Cut(64, 64, 128, 4, 2),
-    "into_tokens": Cut(32, 128, 0, 4, 1),
-    "into_tokens keys": Cut(64, 64, 128, 4, 1),
-    "into_weights": Cut(32, 64, 0, 4, 2),
-    "into_weights keys": Cut(64, 64, 128, 8, 2),
-    "settle": Cut(32, 64, 0, 2, 2),
-    "adjoint": Cut(16, 64, 0, 2, 2),
-    "groups": Cut(64, 0, 0, 4, 2),
+    "into_tokens": Cut(16, 128, 0, 4, 1),
+    "into_tokens keys": Cut(64, 128, 128, 4, 1),
+    "into_weights": Cut(32, 128, 0, 4, 1),
+    "into_weights keys": Cut(32, 128, 128, 4, 1),
+    "settle": Cut(32, 128, 0, 2, 3),
+    "adjoint": Cut(64, 128, 0, 4, 1),
+    "groups": Cut(32, 0, 0, 1, 1),
     "groups back": Cut(32, 0, 0, 2, 1),
 }
 # float32: exact products are unrolled into sums of single products, which fill the registers if tiles are large.
@@ -56,19 +56,7 @@ WIDE: Row = USUAL | {
     "groups back": Cut(16, 0, 0, 4, 1),
 }
 TABLE: dict[tuple[tuple[int, int], int, torch.dtype], Row] = {
-    ((9, 0), 384, torch.bfloat16): USUAL
-    | {  # NVIDIA H200, 256x197, 8 heads
-        "front": Cut(32, 64, 0, 2, 2),
-        "front keys": Cut(64, 64, 128, 4, 3),
-        "into_tokens": Cut(16, 128, 0, 4, 1),
-        "into_tokens keys": Cut(64, 128, 128, 4, 1),
-        "into_weights": Cut(32, 128, 0, 4, 1),
-        "into_weights keys": Cut(32, 128, 128, 4, 2),
-        "settle": Cut(32, 128, 0, 2, 3),
-        "adjoint": Cut(64, 128, 0, 4, 1),
-        "groups": Cut(32, 0, 0, 1, 1),
-        "groups back": Cut(32, 0, 0, 2, 1),
-    },
+    ((9, 0), 384, torch.bfloat16): USUAL | {"front keys": Cut(64, 64, 128, 4, 3)},  # NVIDIA H200, 256x197, 8 heads
 }
 
 
