@@ -61,6 +61,15 @@ def is_fake(x: Tensor) -> bool:
     return isinstance(x, FakeTensor) or x.is_meta
 
 
+def total(x: Tensor) -> Tensor:
+    """The sum over all axes but the last. In bfloat16 as a product with ones: the library adds in float32 and reads at the
+    speed of memory, torch's own sum of few columns takes five times as long."""
+    rows = x.flatten(0, -2)
+    if x.dtype != torch.bfloat16:
+        return rows.sum(0, dtype=torch.float32)
+    return torch.mm(rows.new_ones(1, rows.shape[0]), rows).squeeze(0)
+
+
 def flops(name: str, count: Callable[..., int]) -> None:
     """Tell FLOP counters what `dmst::name` costs; `count` is given shapes in place of tensors."""
     register_flop_formula(getattr(torch.ops.dmst, name))(lambda *shapes, **_: count(*shapes))

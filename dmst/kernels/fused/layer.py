@@ -28,7 +28,7 @@ from dmst.kernels.autocast import without_autocast
 from dmst.kernels.choice import AnyForm, AnyWeights, reference_of
 from dmst.kernels.form import Weights
 from dmst.kernels.fused import front, mixture_layer, statistics_layer
-from dmst.kernels.fused.launch import Once
+from dmst.kernels.fused.launch import Once, total
 from dmst.kernels.mixture import MixtureForm, MixtureWeights
 
 Grid = tuple[int, int] | None
@@ -111,7 +111,7 @@ def _backward(
     wants_out = bool(wanted.out or (wanted.subspace and weights.out is None))
     update, dscores, dpooled, dkeys, grads = way.pull(flow, z, weights, form, grid, kept, wanted, wants_out)
     if wanted.out_bias:
-        grads["out_bias"] = tokens_out.sum(0, dtype=torch.float32)
+        grads["out_bias"] = total(tokens_out)
     if wants_out:
         grads["out"] = tokens_out.mT @ update.flatten(0, 1)
     del update

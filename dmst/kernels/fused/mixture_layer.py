@@ -16,6 +16,7 @@ from dmst.kernels import mixture
 from dmst.kernels.arithmetic import aligned, cast, wide
 from dmst.kernels.fused import front
 from dmst.kernels.fused.gate import gate_adjoint, open_gate
+from dmst.kernels.fused.launch import total
 from dmst.kernels.fused.mixture import group_adjoint, group_update
 from dmst.kernels.mixture import Grid, MixtureForm, MixtureWeights
 
@@ -79,7 +80,7 @@ def pull(
     opened, w, t = _strength(z, gate, weights.theta, form)
     given = (projected, keys, *_cells(z, form, grid), w, t, flow, *_how(form))
     dkeys, dw, dt, update = group_adjoint(*given, wants_update)
-    grads = {"key_bias": dkeys.sum((0, 1), dtype=torch.float32)} if wanted.key_bias else {}
+    grads = {"key_bias": total(dkeys)} if wanted.key_bias else {}
     dgate = 2 * opened * dw  # w = g^2; t = g, g^2 or theta g^2
     if form.mode == "listing":
         dgate = dgate + dt
