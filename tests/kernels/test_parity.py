@@ -63,7 +63,7 @@ def test_every_form(case: tuple) -> None:
     made = draw(case, SMALL)
     with fresh_memory_is_nan():
         found = fused(made.map(guarded))
-    check(found, made)
+    check(found, made, like_plain=case[0] == "tpsusa")  # its sparsemax over tokens loses digits in plain float32 too
 
 
 @interpreter

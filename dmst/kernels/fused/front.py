@@ -7,8 +7,7 @@
     dassign  = sum_n dl_n t_n^T,   dA = sum_n dq_n t_n^T                    one row of partial sums a program
 
 Scores of 16-bit tokens are products of bfloat16 numbers: t, dl and assign are written as sums of two each, which is 16 digits
-(the tokens have 8 or 11). Where only their mean counts, as in GMSA, t is one: what rounding takes from many tokens cancels.
-Those of float32 tokens are products of float32. Keys are products in their own dtype.
+(the tokens have 8 or 11). Those of float32 tokens are products of float32. Keys are products in their own dtype.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ def front_kernel(
             else:
                 weight = _by_slot(weight, slot[None, :], HEADS)
                 products = _dot(turned.to(tl.bfloat16), weight, products, EXACT)
-                if not KEYS:
-                    products = _dot(_rest(turned).to(tl.bfloat16), weight, products, EXACT)
+                products = _dot(_rest(turned).to(tl.bfloat16), weight, products, EXACT)
         if KEYS:
             real = (channel[:, None] < D) & (column[None, :] < Q)
             weight = tl.load(key_ptr + column[None, :] * D + channel[:, None], mask=real, other=0.0)
@@ -195,8 +193,7 @@ def into_weights_kernel(
             else:
                 dl = tl.trans(_by_slot(dl, slot[None, :], HEADS))
                 dassign = _dot(dl, turned.to(tl.bfloat16), dassign, EXACT)
-                if SCORES:
-                    dassign = _dot(dl, _rest(turned).to(tl.bfloat16), dassign, EXACT)
+                dassign = _dot(dl, _rest(turned).to(tl.bfloat16), dassign, EXACT)
         if KEYS:
             dq = tl.load(dkeys_ptr + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
             dkey = _dot(tl.trans(turned.to(dq.dtype)), dq, dkey, EXACT)

@@ -362,7 +362,8 @@ def backward_kernel(
                 ds -= slope * share
                 dpi -= _dot(slope * moved, own, LOW)
             _store(dupdate_ptr, ds, token, stop, channel, n, K, P)  # in its place: nobody reads this tile again
-            dlogits = SHARPNESS * pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
+            mean_dpi = tl.sum(pi * dpi, 1) / tl.maximum(tl.sum(pi, 1), 0.5)  # rounded pi sum to 1 nearly; to 0 beyond the end
+            dlogits = SHARPNESS * pi * (dpi - mean_dpi[:, None])
             dcentre += _dot(tl.trans(q), dlogits, LOW)
             _store(dq_ptr, _dot(dlogits, tl.trans(centre), LOW), token, stop, key, n, K, R)
         if PHASE == LAST:
