@@ -91,10 +91,13 @@ def relative(x: Tensor, reference: Tensor) -> float:
     return ((x - reference).norm() / reference.norm().clamp(min=1e-300)).item()
 
 
-def gradients(operator: nn.Module, z: Tensor, grad: Tensor, **call: Any) -> dict[str, Tensor]:
-    """The output and every gradient of <output, grad>."""
+def gradients(
+    operator: nn.Module, z: Tensor, grad: Tensor, autocast: torch.dtype | None = None, **call: Any
+) -> dict[str, Tensor]:
+    """The output and every gradient of <output, grad>. `autocast` is for the forward pass alone, as torch asks."""
     z = z.detach().requires_grad_()
-    out = operator(z, **call)
+    with torch.autocast(z.device.type, autocast, enabled=autocast is not None):
+        out = operator(z, **call)
     names, parameters = zip(*operator.named_parameters(), strict=True)
     found = torch.autograd.grad(out, (z, *parameters), grad.to(out.dtype), allow_unused=True)
     return {"out": out.detach(), "z": found[0], **dict(zip(names, found[1:], strict=True))}
