@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -96,7 +97,7 @@ def gradients(
 ) -> dict[str, Tensor]:
     """The output and every gradient of <output, grad>. `autocast` is for the forward pass alone, as torch asks."""
     z = z.detach().requires_grad_()
-    with torch.autocast(z.device.type, autocast, enabled=autocast is not None):
+    with nullcontext() if autocast is None else torch.autocast(z.device.type, autocast):
         out = operator(z, **call)
     names, parameters = zip(*operator.named_parameters(), strict=True)
     found = torch.autograd.grad(out, (z, *parameters), grad.to(out.dtype), allow_unused=True)

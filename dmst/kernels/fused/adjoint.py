@@ -53,12 +53,17 @@ def adjoint_kernel(
     a = attenuation(moment, gate)
     theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
     c = factor(a, gate, theta, sign, MODE)
-    start, stop = split * span, tl.minimum((split + 1) * span, n)
+    row, count = sample * n + split * span, tl.minimum(span, n - split * span)
+    grad_ptr += row * (K * P)
+    s_ptr += row * (K * P)
+    update_ptr += row * (K * P)
+    membership_ptr += row * K
+    dmembership_ptr += row * K
 
     if SUM:
         share = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
-        for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
-            at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
+        for first in tl.range(0, count, TOKENS, num_stages=STAGES):
+            at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
             grad = tl.load(grad_ptr + at, mask=real, other=0.0).to(tl.float32)
             s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
             pi = tl.load(membership_ptr + place, mask=some, other=0.0)[:, :, None]
@@ -98,8 +103,8 @@ def adjoint_kernel(
             if MODE == PROXIMAL:
                 tl.store(dtheta_ptr + sample * K + head, dtheta, mask=head < K)
         bias = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
-        for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
-            at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
+        for first in tl.range(0, count, TOKENS, num_stages=STAGES):
+            at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
             grad = tl.load(grad_ptr + at, mask=real, other=0.0).to(tl.float32)
             s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
             pi = tl.load(membership_ptr + place, mask=some, other=0.0)
@@ -108,24 +113,26 @@ def adjoint_kernel(
                 w = rounded(pi[:, :, None] * c[None])
                 ds = -grad * w / (1.0 + w)
                 lean = -lean / ((1.0 + w) * (1.0 + w))
-            else:
+            elif UNIFORM:
                 ds = pi[:, :, None] * lean
+            else:
+                ds = pi[:, :, None] * tl.fma(2.0 * m[None], s, lean)
             if UNIFORM:
                 ds = tl.fma(2.0 * m[None], s, ds)
                 dpi = tl.sum(rounded(lean * s), 2)
             else:
-                ds = tl.fma(2.0 * pi[:, :, None] * m[None], s, ds)
+                if MODE == PROXIMAL:
+                    ds = tl.fma(2.0 * pi[:, :, None] * m[None], s, ds)
                 dpi = tl.sum(rounded(tl.fma(m[None], s, lean) * s), 2) - mean[None, :]
             if SIGMOID:
                 dpi = dpi * pi * (1.0 - pi)
-            ds = ds.to(grad_ptr.dtype.element_ty)
-            tl.store(grad_ptr + at, ds, mask=real)
+            tl.store(grad_ptr + at, ds.to(grad_ptr.dtype.element_ty), mask=real)
             tl.store(dmembership_ptr + place, dpi, mask=some)
             if UPDATE:
                 update = weigh(pi[:, :, None], c[None], MODE) * s
                 tl.store(update_ptr + at, update.to(update_ptr.dtype.element_ty), mask=real)
             if BIAS:
-                bias += tl.where(real, ds.to(tl.float32), 0.0)
+                bias += ds
         if BIAS:
             tl.store(dbias_ptr + (sample * splits + split) * (K * P) + column, tl.sum(bias, 0), mask=inside)
 

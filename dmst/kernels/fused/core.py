@@ -67,11 +67,11 @@ def head_block(HEADS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, P: tl.
 
 
 @triton.jit
-def tile(first, stop, sample, n, head, column, inside, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr):
-    """Where the tokens from `first` lie: in a tensor (b, n, k p) and which are real, in one (b, n, k) and which are."""
+def tile(first, count, head, column, inside, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr):
+    """Where tokens lie and which are real, in tensors (b, n, k p) and (b, n, k). `first` is counted from the program's own first
+    row, of `count`: offsets from there fit 32 bits, which halves the arithmetic of addresses."""
     token = first + tl.arange(0, TOKENS)
-    here = token < stop
-    row = sample * n + token
-    at = row[:, None, None] * (K * P) + column[None]
-    place = row[:, None] * K + head[None, :]
+    here = token < count
+    at = token[:, None, None] * (K * P) + column[None]
+    place = token[:, None] * K + head[None, :]
     return at, here[:, None, None] & inside[None], place, here[:, None] & (head[None, :] < K)

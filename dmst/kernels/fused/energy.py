@@ -26,9 +26,11 @@ def energy_kernel(
     NORMALIZE: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """HEADS covers every head: the softmax runs over them."""
-    sample = (tl.program_id(0) // tiles).to(tl.int64)
+    sample, start = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * TOKENS
     head, column, inside = head_block(HEADS, WIDTH, K, P, 0)
-    at, real, place, some = tile((tl.program_id(0) % tiles) * TOKENS, n, sample, n, head, column, inside, K, P, TOKENS)
+    row = sample * n + start
+    at, real, place, some = tile(0, n - start, head, column, inside, K, P, TOKENS)
+    at, place = row * (K * P) + at, row * K + place
     s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
     square = s * s
     if NORMALIZE:
@@ -57,16 +59,18 @@ def energy_adjoint_kernel(
         slope = slope / tl.load(channel_ptr + sample * (K * P) + column, mask=inside, other=1.0)
         mean = tl.load(mean_ptr + sample * (K * P) + column, mask=inside, other=0.0)
     bias = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
-    stop = tl.minimum((split + 1) * span, n)
-    for first in tl.range(split * span, stop, TOKENS, num_stages=STAGES):
-        at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
+    row, count = sample * n + split * span, tl.minimum(span, n - split * span)
+    ds_ptr += row * (K * P)
+    s_ptr += row * (K * P)
+    x_ptr += row * K
+    for first in tl.range(0, count, TOKENS, num_stages=STAGES):
+        at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
         s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + place, mask=some, other=0.0)[:, :, None]
         ds = tl.load(ds_ptr + at, mask=real, other=0.0).to(tl.float32) + s * slope * (x - mean[None])
-        ds = ds.to(ds_ptr.dtype.element_ty)
-        tl.store(ds_ptr + at, ds, mask=real)
+        tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty), mask=real)
         if BIAS:
-            bias += tl.where(real, ds.to(tl.float32), 0.0)
+            bias += ds
     if BIAS:
         tl.store(dbias_ptr + (sample * splits + split) * (K * P) + column, tl.sum(bias, 0), mask=inside)
 

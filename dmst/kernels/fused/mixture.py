@@ -52,6 +52,7 @@ SUMS: tl.constexpr = tl.constexpr(3)
 LAST: tl.constexpr = tl.constexpr(4)  # update, pull
 TF32: tl.constexpr = tl.constexpr(1)
 BF16: tl.constexpr = tl.constexpr(2)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _PRODUCTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -59,22 +60,25 @@ _PRODUCTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 @triton.jit
-def _at(token, channel, n, K: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the rows of this program's image and head are in a tensor (b, n, k width)."""
+def _place(n, span, K: tl.constexpr):
+    """Where the tokens of this program's image and head begin in tensors (b, n, k width), over the width, and how many it has:
+    offsets from there fit 32 bits."""
+    start = tl.program_id(1) * span
     sample, head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
-    return (sample * n + token[:, None]) * (K * WIDTH) + head * WIDTH + channel[None, :]
+    return (sample * n + start) * K + head, tl.minimum(span, n - start)
 
 
 @triton.jit
-def _load(ptr, token, stop, channel, n, K: tl.constexpr, WIDTH: tl.constexpr):
-    here = (token[:, None] < stop) & (channel[None, :] < WIDTH)
-    return tl.load(ptr + _at(token, channel, n, K, WIDTH), mask=here, other=0.0)
+def _load(ptr, token, count, channel, K: tl.constexpr, WIDTH: tl.constexpr):
+    """Of a tensor (b, n, k width), from the first token of this program's image and head on."""
+    here = (token[:, None] < count) & (channel[None, :] < WIDTH)
+    return tl.load(ptr + token[:, None] * (K * WIDTH) + channel[None, :], mask=here, other=0.0)
 
 
 @triton.jit
-def _store(ptr, value, token, stop, channel, n, K: tl.constexpr, WIDTH: tl.constexpr):
-    here = (token[:, None] < stop) & (channel[None, :] < WIDTH)
-    tl.store(ptr + _at(token, channel, n, K, WIDTH), value.to(ptr.dtype.element_ty), mask=here)
+def _store(ptr, value, token, count, channel, K: tl.constexpr, WIDTH: tl.constexpr):
+    here = (token[:, None] < count) & (channel[None, :] < WIDTH)
+    tl.store(ptr + token[:, None] * (K * WIDTH) + channel[None, :], value.to(ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -115,9 +119,9 @@ def _rounded(x, LOW: tl.constexpr):
 
 
 @triton.jit
-def _inside(cell_ptr, token, stop, group):
+def _inside(cell_ptr, token, count, group):
     """1 where a token is in a cell, (tokens, groups)."""
-    cell = tl.load(cell_ptr + token, mask=token < stop, other=-1)
+    cell = tl.load(cell_ptr + token, mask=token < count, other=-1)
     return tl.where(cell[:, None] == group[None, :], 1.0, 0.0)
 
 
@@ -139,13 +143,19 @@ def _centred(x, group, G: tl.constexpr):
 
 
 @triton.jit
-def _memberships(q, centre, token, stop, group, SHARPNESS: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr):
-    """pi (tokens, groups), from keys and centres (keys, groups)."""
-    logits = (SHARPNESS * 1.4426950408889634) * _fine_dot(q, centre, LOW)
+def _scaled(sums, per_size, group, SHARPNESS: tl.constexpr, G: tl.constexpr):
+    """Centres as `_memberships` wants them: what 2^x is taken of is their product with a key."""
+    return _centred(sums * per_size[None, :] * (SHARPNESS * LOG2E), group, G)
+
+
+@triton.jit
+def _memberships(q, centre, token, count, group, G: tl.constexpr, LOW: tl.constexpr):
+    """pi (tokens, groups), from keys and scaled centres (keys, groups)."""
+    logits = _fine_dot(q, centre, LOW)
     logits = tl.where(group[None, :] < G, logits, -float("inf"))
     pi = tl.exp2(logits - tl.max(logits, 1)[:, None])
     pi = pi / tl.sum(pi, 1)[:, None]
-    return _rounded(tl.where(token[:, None] < stop, pi, 0.0), LOW)
+    return _rounded(tl.where(token[:, None] < count, pi, 0.0), LOW)
 
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------
@@ -153,21 +163,21 @@ def _memberships(q, centre, token, stop, group, SHARPNESS: tl.constexpr, G: tl.c
 
 @triton.jit
 def _centres(
-    keys_ptr, cell_ptr, start, stop, n, key, group,
+    keys_ptr, cell_ptr, count, key, group,
     K: tl.constexpr, R: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums of the keys by cell, (keys, groups)."""
     total = tl.zeros((key.shape[0], group.shape[0]), tl.float32)
-    for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
+    for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
-        q = _load(keys_ptr, token, stop, key, n, K, R)
-        total += _dot(tl.trans(q), _inside(cell_ptr, token, stop, group), LOW)
+        q = _load(keys_ptr, token, count, key, K, R)
+        total += _dot(tl.trans(q), _inside(cell_ptr, token, count, group), LOW)
     return total
 
 
 @triton.jit
 def _statistics(
-    projected_ptr, keys_ptr, dupdate_ptr, centre, start, stop, n, channel, key, group, SHARPNESS: tl.constexpr,
+    projected_ptr, keys_ptr, dupdate_ptr, centre, count, channel, key, group,
     K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
     BACKWARD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -175,17 +185,17 @@ def _statistics(
     mass = tl.zeros((TOKENS, group.shape[0]), tl.float32)
     one = tl.zeros((channel.shape[0], group.shape[0]), tl.float32)
     two, beta, alpha = one, one, one
-    for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
+    for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
-        q = _load(keys_ptr, token, stop, key, n, K, R)
-        s = _load(projected_ptr, token, stop, channel, n, K, P)
-        pi = _memberships(q, centre, token, stop, group, SHARPNESS, G, LOW)
+        q = _load(keys_ptr, token, count, key, K, R)
+        s = _load(projected_ptr, token, count, channel, K, P)
+        pi = _memberships(q, centre, token, count, group, G, LOW)
         mass += pi
         wide = s.to(tl.float32)
         one += _dot(tl.trans(s), pi, LOW)
         two += _dot(tl.trans(wide * wide), pi, LOW)
         if BACKWARD:
-            dupdate = _load(dupdate_ptr, token, stop, channel, n, K, P)
+            dupdate = _load(dupdate_ptr, token, count, channel, K, P)
             beta += _dot(tl.trans(dupdate), pi, LOW)
             alpha += _dot(tl.trans(dupdate.to(tl.float32) * wide), pi, LOW)
     return tl.sum(mass, 0), one, two, beta, alpha
@@ -212,22 +222,26 @@ def forward_kernel(
     channel, key, group = tl.arange(0, CHANNELS), tl.arange(0, KEYS), tl.arange(0, GROUPS)
     image = tl.program_id(0).to(tl.int64)
     part = image * splits + tl.program_id(1)
-    start, stop = tl.program_id(1) * span, tl.minimum((tl.program_id(1) + 1) * span, n)
+    place, count = _place(n, span, K)
+    projected_ptr += place * P
+    keys_ptr += place * R
+    update_ptr += place * P
+    cell_ptr += tl.program_id(1) * span
     if PHASE <= CENTRES:  # or all of them
-        centre = _centres(keys_ptr, cell_ptr, start, stop, n, key, group, K, R, LOW, TOKENS, STAGES)
+        centre = _centres(keys_ptr, cell_ptr, count, key, group, K, R, LOW, TOKENS, STAGES)
     else:
         centre = _row(centre_ptr, image, group, key, G, R)
     if PHASE == CENTRES:
         _leave(centre_ptr, centre, part, group, key, G, R)
     else:
-        centre = _centred(centre * _per_size(group, rows, columns, down, across)[None, :], group, G)
+        centre = _scaled(centre, _per_size(group, rows, columns, down, across), group, SHARPNESS, G)
         if PHASE == LAST:
             mass = tl.load(mass_ptr + image * G + group, mask=group < G, other=0.0)
             one, two = _row(one_ptr, image, group, channel, G, P), _row(two_ptr, image, group, channel, G, P)
         else:
             mass, one, two, _, _ = _statistics(
-                projected_ptr, keys_ptr, update_ptr, centre, start, stop, n, channel, key, group,
-                SHARPNESS, K, P, R, G, LOW, TOKENS, False, STAGES,
+                projected_ptr, keys_ptr, update_ptr, centre, count, channel, key, group,
+                K, P, R, G, LOW, TOKENS, False, STAGES,
             )  # fmt: skip
         if PHASE == STATISTICS:
             tl.store(mass_ptr + part * G + group, mass, mask=group < G)
@@ -236,41 +250,42 @@ def forward_kernel(
         else:
             t = tl.load(t_ptr + image)
             _, mean, _, a = _means(mass, one, two, tl.load(w_ptr + image))
-            a = _rounded(a, LOW)
+            a = _rounded(t * a, LOW)
             low, a = tl.trans(a * mean), tl.trans(a)
-            for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
+            for first in tl.range(0, count, TOKENS, num_stages=STAGES):
                 token = first + tl.arange(0, TOKENS)
-                q = _load(keys_ptr, token, stop, key, n, K, R)
-                s = _load(projected_ptr, token, stop, channel, n, K, P)
-                pi = _memberships(q, centre, token, stop, group, SHARPNESS, G, LOW)
+                q = _load(keys_ptr, token, count, key, K, R)
+                s = _load(projected_ptr, token, count, channel, K, P)
+                pi = _memberships(q, centre, token, count, group, G, LOW)
                 update = _fine_dot(pi, low, LOW)
                 if MODE != NO_OWN:
                     alpha = _dot(pi, a, LOW)
                     update = update - alpha * s.to(tl.float32)
                     if MODE == PROXIMAL:
-                        update = update / (1.0 + t * alpha)
-                _store(update_ptr, t * update, token, stop, channel, n, K, P)
+                        update = update / (1.0 + alpha)
+                _store(update_ptr, update, token, count, channel, K, P)
 
 
 @triton.jit
 def _implicit_sums(
-    projected_ptr, keys_ptr, dupdate_ptr, centre, a, mean, t, start, stop, n, channel, key, group, SHARPNESS: tl.constexpr,
+    projected_ptr, keys_ptr, dupdate_ptr, centre, a, mean, count, channel, key, group,
     K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """beta and alpha of the proximal step: slope = dupdate / (1 + t alpha), moved = s + the update."""
+    """beta and alpha of the proximal step, with t in a."""
     beta = tl.zeros((channel.shape[0], group.shape[0]), tl.float32)
     alpha = beta
-    for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
+    for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
-        q = _load(keys_ptr, token, stop, key, n, K, R)
-        s = _load(projected_ptr, token, stop, channel, n, K, P).to(tl.float32)
-        dupdate = _load(dupdate_ptr, token, stop, channel, n, K, P)
-        pi = _memberships(q, centre, token, stop, group, SHARPNESS, G, LOW)
-        damp = 1.0 / (1.0 + t * _dot(pi, tl.trans(a), LOW))
+        q = _load(keys_ptr, token, count, key, K, R)
+        s = _load(projected_ptr, token, count, channel, K, P).to(tl.float32)
+        dupdate = _load(dupdate_ptr, token, count, channel, K, P)
+        pi = _memberships(q, centre, token, count, group, G, LOW)
+        share = _dot(pi, tl.trans(a), LOW)
+        damp = 1.0 / (1.0 + share)
         slope = dupdate.to(tl.float32) * damp
         beta += _dot(tl.trans(slope), pi, LOW)
-        moved = s + t * damp * (_fine_dot(pi, tl.trans(a * mean), LOW) - _dot(pi, tl.trans(a), LOW) * s)
+        moved = s + damp * (_fine_dot(pi, tl.trans(a * mean), LOW) - share * s)
         alpha += _dot(tl.trans(slope * moved), pi, LOW)
     return beta, alpha
 
@@ -288,17 +303,24 @@ def backward_kernel(
     channel, key, group = tl.arange(0, CHANNELS), tl.arange(0, KEYS), tl.arange(0, GROUPS)
     image = tl.program_id(0).to(tl.int64)
     part = image * splits + tl.program_id(1)
-    start, stop = tl.program_id(1) * span, tl.minimum((tl.program_id(1) + 1) * span, n)
+    place, count = _place(n, span, K)
+    projected_ptr += place * P
+    dupdate_ptr += place * P
+    update_ptr += place * P
+    keys_ptr += place * R
+    dq_ptr += place * R
+    dkeys_ptr += place * R
+    cell_ptr += tl.program_id(1) * span
     size = _per_size(group, rows, columns, down, across)
     if PHASE == ALL:
-        centre = _centres(keys_ptr, cell_ptr, start, stop, n, key, group, K, R, LOW, TOKENS, STAGES)
+        centre = _centres(keys_ptr, cell_ptr, count, key, group, K, R, LOW, TOKENS, STAGES)
     else:
         centre = _row(centre_ptr, image, group, key, G, R)
-    centre = _centred(centre * size[None, :], group, G)
+    centre = _scaled(centre, size, group, SHARPNESS, G)
     if PHASE <= STATISTICS:
         mass, one, two, beta, alpha = _statistics(
-            projected_ptr, keys_ptr, dupdate_ptr, centre, start, stop, n, channel, key, group,
-            SHARPNESS, K, P, R, G, LOW, TOKENS, MODE != PROXIMAL, STAGES,
+            projected_ptr, keys_ptr, dupdate_ptr, centre, count, channel, key, group,
+            K, P, R, G, LOW, TOKENS, MODE != PROXIMAL, STAGES,
         )  # fmt: skip
     else:
         mass = tl.load(mass_ptr + image * G + group, mask=group < G, other=0.0)
@@ -309,11 +331,11 @@ def backward_kernel(
         _leave(two_ptr, two, part, group, channel, G, P)
     w, t = tl.load(w_ptr + image), tl.load(t_ptr + image)
     per_mass, mean, spread, a = _means(mass, one, two, w)
-    low_a = _rounded(a, LOW)
+    pulls = _rounded(t * a, LOW)
     if MODE == PROXIMAL and (PHASE == ALL or PHASE == SUMS):  # noqa: SIM109
         beta, alpha = _implicit_sums(
-            projected_ptr, keys_ptr, dupdate_ptr, centre, low_a, mean, t, start, stop, n, channel, key, group,
-            SHARPNESS, K, P, R, G, LOW, TOKENS, STAGES,
+            projected_ptr, keys_ptr, dupdate_ptr, centre, pulls, mean, count, channel, key, group,
+            K, P, R, G, LOW, TOKENS, STAGES,
         )  # fmt: skip
     if PHASE == LAST:
         beta, alpha = _row(beta_ptr, image, group, channel, G, P), _row(alpha_ptr, image, group, channel, G, P)
@@ -332,59 +354,60 @@ def backward_kernel(
         dmean = t * a * beta * per_mass[None, :]
         f = dmean - 2.0 * e * mean
         constant = tl.sum(e * (mean * mean - spread) - mean * dmean, 0)
-        into_e, into_f, into_a, into_low = tl.trans(2.0 * e), tl.trans(f), tl.trans(low_a), tl.trans(low_a * mean)
-        e, f, own = _centred(e, group, G), _centred(f, group, G), _centred(a, group, G)
-        given, constant = _centred(a * mean, group, G), constant - tl.sum(constant, 0) / G
-        dcentre = tl.zeros((KEYS, GROUPS), tl.float32)
-        for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
+        into_e, into_f, into_a, into_low = tl.trans(2.0 * e), tl.trans(f), tl.trans(pulls), tl.trans(pulls * mean)
+        e, f, own = _centred(e, group, G), _centred(f, group, G), _centred(t * a, group, G)
+        given, constant = _centred(t * a * mean, group, G), constant - tl.sum(constant, 0) / G
+        into_q, dcentre = tl.trans(centre / LOG2E), tl.zeros((KEYS, GROUPS), tl.float32)
+        for first in tl.range(0, count, TOKENS, num_stages=STAGES):
             token = first + tl.arange(0, TOKENS)
-            q = _load(keys_ptr, token, stop, key, n, K, R)
-            s = _load(projected_ptr, token, stop, channel, n, K, P).to(tl.float32)
-            dupdate = _load(dupdate_ptr, token, stop, channel, n, K, P).to(tl.float32)
-            pi = _memberships(q, centre, token, stop, group, SHARPNESS, G, LOW)
-            slope, moved = t * dupdate, s
+            q = _load(keys_ptr, token, count, key, K, R)
+            s = _load(projected_ptr, token, count, channel, K, P).to(tl.float32)
+            dupdate = _load(dupdate_ptr, token, count, channel, K, P).to(tl.float32)
+            pi = _memberships(q, centre, token, count, group, G, LOW)
+            slope, moved = dupdate, s
             if MODE == NO_OWN:
                 if WANTED:
-                    _store(update_ptr, t * _fine_dot(pi, into_low, LOW), token, stop, channel, n, K, P)
+                    _store(update_ptr, _fine_dot(pi, into_low, LOW), token, count, channel, K, P)
             else:
                 share = _dot(pi, into_a, LOW)
                 if WANTED or MODE == PROXIMAL:
                     pull = _fine_dot(pi, into_low, LOW) - share * s
                     if MODE == PROXIMAL:
-                        damp = 1.0 / (1.0 + t * share)
+                        damp = 1.0 / (1.0 + share)
                         pull, slope = pull * damp, slope * damp
-                        moved = s + t * pull
+                        moved = s + pull
                     if WANTED:
-                        _store(update_ptr, t * pull, token, stop, channel, n, K, P)
+                        _store(update_ptr, pull, token, count, channel, K, P)
             ds = s * _dot(pi, into_e, LOW) + _fine_dot(pi, into_f, LOW)
             dpi = _dot(slope, given, LOW) + _dot(s * s, e, LOW) + _dot(s, f, LOW) + constant[None, :]
             if MODE != NO_OWN:
                 ds -= slope * share
                 dpi -= _dot(slope * moved, own, LOW)
-            _store(dupdate_ptr, ds, token, stop, channel, n, K, P)  # in its place: nobody reads this tile again
+            _store(dupdate_ptr, ds, token, count, channel, K, P)  # in its place: nobody reads this tile again
             mean_dpi = tl.sum(pi * dpi, 1) / tl.maximum(tl.sum(pi, 1), 0.5)  # rounded pi sum to 1 nearly; to 0 beyond the end
-            dlogits = SHARPNESS * pi * (dpi - mean_dpi[:, None])
+            dlogits = pi * (dpi - mean_dpi[:, None])
             dcentre += _dot(tl.trans(q), dlogits, LOW)
-            _store(dq_ptr, _dot(dlogits, tl.trans(centre), LOW), token, stop, key, n, K, R)
+            _store(dq_ptr, _dot(dlogits, into_q, LOW), token, count, key, K, R)
+        dcentre *= SHARPNESS
         if PHASE == LAST:
             _leave(dcentre_ptr, dcentre, part, group, key, G, R)
         else:
             tl.debug_barrier()  # dq is read again
-            _spread(dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, start, stop, n, key, group, K, R, G, LOW, TOKENS)
+            _spread(dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, count, key, group, K, R, G, LOW, TOKENS)
 
 
 @triton.jit
 def _spread(
-    dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, start, stop, n, key, group,
+    dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, count, key, group,
     K: tl.constexpr, R: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """dkeys = dq + the gradient of the centre of its cell, over how many patches that has."""
     asked = tl.trans(_centred(dcentre, group, G) * size[None, :])
-    for first in tl.range(start, stop, TOKENS, num_stages=1):
+    for first in tl.range(0, count, TOKENS, num_stages=1):
         token = first + tl.arange(0, TOKENS)
-        inside = _inside(cell_ptr, token, stop, group)
-        dkeys = _load(dq_ptr, token, stop, key, n, K, R) + _fine_dot(inside, asked, LOW)
-        _store(dkeys_ptr, dkeys, token, stop, key, n, K, R)
+        inside = _inside(cell_ptr, token, count, group)
+        dkeys = _load(dq_ptr, token, count, key, K, R) + _fine_dot(inside, asked, LOW)
+        _store(dkeys_ptr, dkeys, token, count, key, K, R)
 
 
 @triton.jit
@@ -395,10 +418,13 @@ def spread_kernel(
 ):  # fmt: skip
     """The last sweep of samples that are split."""
     key, group = tl.arange(0, KEYS), tl.arange(0, GROUPS)
-    start, stop = tl.program_id(1) * span, tl.minimum((tl.program_id(1) + 1) * span, n)
+    place, count = _place(n, span, K)
+    dq_ptr += place * R
+    dkeys_ptr += place * R
+    cell_ptr += tl.program_id(1) * span
     dcentre = _row(dcentre_ptr, tl.program_id(0).to(tl.int64), group, key, G, R)
     size = _per_size(group, rows, columns, down, across)
-    _spread(dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, start, stop, n, key, group, K, R, G, LOW, TOKENS)
+    _spread(dq_ptr, dkeys_ptr, cell_ptr, dcentre, size, count, key, group, K, R, G, LOW, TOKENS)
 
 
 # --- operators -------------------------------------------------------------------------------------------------------

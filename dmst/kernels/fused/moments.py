@@ -42,14 +42,19 @@ def moments_kernel(
     """
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
-    start, stop = split * span, tl.minimum((split + 1) * span, n)
+    row, count = sample * n + split * span, tl.minimum(span, n - split * span)
+    s_ptr += row * (K * P)
+    if UPDATE:
+        update_ptr += row * (K * P)
+    if UPDATE or not UNIFORM:
+        weight_ptr += row * K
     if SUM:
         energy = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
         mass = tl.zeros((TOKENS, HEADS), tl.float32)
         if NORMALIZE:
             channel = tl.load(channel_ptr + sample * (K * P) + column, mask=inside, other=1.0)
-        for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
-            at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
+        for first in tl.range(0, count, TOKENS, num_stages=STAGES):
+            at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
             s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
             square = s * s / channel[None] if NORMALIZE else s * s
             if UNIFORM:
@@ -71,8 +76,8 @@ def moments_kernel(
         gate = gate_of_heads(gate_ptr, sample, head, K, GATED)[:, None]
         theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
         c = factor(attenuation(total, gate), gate, theta, sign, MODE)
-        for first in tl.range(start, stop, TOKENS, num_stages=STAGES):
-            at, real, place, some = tile(first, stop, sample, n, head, column, inside, K, P, TOKENS)
+        for first in tl.range(0, count, TOKENS, num_stages=STAGES):
+            at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
             s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
             weight = tl.load(weight_ptr + place, mask=some, other=0.0)
             update = weigh(weight[:, :, None], c[None], MODE) * s
