@@ -63,12 +63,14 @@ def _dot(x, y, total, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _dscores(dscores_ptr, dpooled_ptr, sample, row, here, head, K: tl.constexpr, SCORES: tl.constexpr, GATED: tl.constexpr):
+def _dscores(
+    dscores_ptr, dpooled_ptr, sample, start, row, here, head, K: tl.constexpr, SCORES: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
     """dl (tokens, slots)."""
     some = here & (head < K)
     dl = tl.zeros(some.shape, tl.float32)
     if SCORES:
-        dl += tl.load(dscores_ptr + row * K + head, mask=some, other=0.0)
+        dl += tl.load(dscores_ptr + start * K + row * K + head, mask=some, other=0.0)
     if GATED:
         dl += tl.load(dpooled_ptr + sample * K + head, mask=some, other=0.0)
     return dl
@@ -87,7 +89,8 @@ def front_kernel(
     sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     token, far, near = places(tile, n, step, TOKENS, LEVEL)
     here = token < n
-    row = sample * n + token
+    start, row = sample * n + tile * TOKENS, tl.arange(0, TOKENS)[:, None]  # 64 bits, and 32
+    z_ptr += start * D
     slot, column = tl.arange(0, SLOTS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     products = tl.zeros((TOKENS, SLOTS), tl.float32)
     keys = tl.zeros((TOKENS, COLUMNS), tl.float32)
@@ -119,12 +122,12 @@ def front_kernel(
             tl.store(sum_ptr + (sample * tiles + tile) * K + head, added, mask=head < K)
         value = tl.sigmoid(scores) if SIGMOID else scores
         if not KEYS:
-            tl.store(out_ptr + row * K + head[None, :], value, mask=here & real)
+            tl.store(out_ptr + start * K + row * K + head[None, :], value, mask=here & real)
     if KEYS:
         real = column[None, :] < Q
         if KEY_BIAS:
             keys += tl.load(key_bias_ptr + column[None, :], mask=real, other=0.0).to(tl.float32)
-        tl.store(keys_ptr + row * Q + column[None, :], keys.to(keys_ptr.dtype.element_ty), mask=here & real)
+        tl.store(keys_ptr + start * Q + row * Q + column[None, :], keys.to(keys_ptr.dtype.element_ty), mask=here & real)
 
 
 @triton.jit
@@ -139,23 +142,25 @@ def into_tokens_kernel(
     sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     token, far, near = places(tile, n, step, TOKENS, LEVEL)
     here = token < n
-    row = sample * n + token
+    start, row = sample * n + tile * TOKENS, tl.arange(0, TOKENS)[:, None]
+    product_ptr += start * D
+    dz_ptr += start * D
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     full = here if D % CHANNELS == 0 else here & (channel < D)
     product = tl.load(product_ptr + row * D + channel, mask=full, other=0.0, eviction_policy="evict_first")
     dturned = tl.zeros((TOKENS, CHANNELS), tl.float32)
     if SCORES or GATED:  # slots: leading dl leading assign, rest leading, leading rest, rest rest
         slot = tl.arange(0, TERMS * SLOTS)
-        dl = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, slot[None, :] % HEADS, K, SCORES, GATED)
+        dl = _dscores(dscores_ptr, dpooled_ptr, sample, start, row, here, slot[None, :] % HEADS, K, SCORES, GATED)
         real = (slot[:, None] % HEADS < K) & (channel < D)
         assign = tl.load(assign_ptr + slot[:, None] % HEADS * D + channel, mask=real, other=0.0).to(tl.float32)
         if TERMS == 2:
             dl, assign = _by_slot(dl, slot[None, :] % SLOTS, HEADS), _by_slot(assign, slot[:, None], SLOTS)
         dturned = _dot(dl, assign, dturned, EXACT)
     if KEYS:
-        for start in tl.range(0, Q, COLUMNS, num_stages=2):
-            column = start + tl.arange(0, COLUMNS)
-            dq = tl.load(dkeys_ptr + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
+        for left in tl.range(0, Q, COLUMNS, num_stages=2):
+            column = left + tl.arange(0, COLUMNS)
+            dq = tl.load(dkeys_ptr + start * Q + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
             weight = tl.load(key_ptr + column[:, None] * D + channel, mask=(column[:, None] < Q) & (channel < D), other=0.0)
             dturned = _dot(dq, weight, dturned, EXACT)
     if ROTARY:
@@ -183,13 +188,13 @@ def into_weights_kernel(
         sample, tile = (at // tiles).to(tl.int64), at % tiles
         token, far, near = places(tile, n, step, TOKENS, LEVEL)
         here = token < n
-        row = sample * n + token
+        start, row = sample * n + tile * TOKENS, tl.arange(0, TOKENS)[:, None]
         turned = _turned(
-            z_ptr, far_cos, far_sin, near_cos, near_sin, row, here, far, near, tl.program_id(1) * CHANNELS,
+            z_ptr + start * D, far_cos, far_sin, near_cos, near_sin, row, here, far, near, tl.program_id(1) * CHANNELS,
             D, TOKENS, CHANNELS, ROTARY,
         )  # fmt: skip
         if SCORES or GATED:
-            dl = _dscores(dscores_ptr, dpooled_ptr, sample, row, here, slot[None, :] % HEADS, K, SCORES, GATED)
+            dl = _dscores(dscores_ptr, dpooled_ptr, sample, start, row, here, slot[None, :] % HEADS, K, SCORES, GATED)
             if TERMS == 1:
                 dassign = _dot(tl.trans(dl), turned, dassign, EXACT)
             else:
@@ -197,7 +202,7 @@ def into_weights_kernel(
                 dassign = _dot(dl, lead.to(tl.bfloat16), dassign, EXACT)
                 dassign = _dot(dl, (turned - lead).to(tl.bfloat16), dassign, EXACT)
         if KEYS:
-            dq = tl.load(dkeys_ptr + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
+            dq = tl.load(dkeys_ptr + start * Q + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
             dkey = _dot(tl.trans(turned.to(dq.dtype)), dq, dkey, EXACT)
     part = tl.program_id(0).to(tl.int64)
     if (SCORES or GATED) and tl.program_id(2) == 0:
