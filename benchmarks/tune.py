@@ -67,8 +67,8 @@ def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cud
     assign, key = draw(k, d, like=f32) / d**0.5, draw(q, d) / d**0.5
     share, gate = draw(b, k, like=f32), draw(b, k, like=f32).square()
     moment, divisor = draw(b, k, d // k, like=f32).square(), gate + 1
-    cell = torch.arange(n, device=device, dtype=torch.int32) * GROUPS // n
-    cells, pi = (cell, [GROUPS, 1, n, 1, GROUPS]), narrow.sigmoid()
+    cell, pi = torch.arange(n, device=device, dtype=torch.int32) * GROUPS // n, narrow.sigmoid()
+    centre = draw(b * k, GROUPS, KEY + 1, like=f32).abs() + 1
     return {
         "front": lambda: front.front(z, *turn, assign, None, None, None, True, True),
         "front keys": lambda: front.front(z, *turn, assign, None, key, None, False, True),
@@ -78,8 +78,8 @@ def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cud
         "into_weights keys": lambda: front.into_weights(z, None, share, keys, *turn),
         "settle": lambda: moments.settle(z, pi, gate, None, text),
         "adjoint": lambda: adjoint.pull(other, z, pi, moment, gate, divisor, None, text, False, True),
-        "groups": lambda: mixture.group_update(z, keys, *cells, gate, gate, k, KEY**-0.5, 0),
-        "groups back": lambda: mixture.group_adjoint(z, keys, *cells, gate, gate, other, k, KEY**-0.5, 0, True),
+        "groups": lambda: mixture.group_update(z, keys, cell, gate, gate, k, GROUPS, KEY**-0.5, 0),
+        "groups back": lambda: mixture.group_adjoint(z, keys, cell, centre, gate, gate, other, k, KEY**-0.5, 0, True),
     }
 
 

@@ -131,6 +131,9 @@ WRITES = {
     "gate_adjoint_kernel": "dpooled_ptr",
     "energy_kernel": "out_ptr",
     "energy_adjoint_kernel": "ds_ptr dbias_ptr",
+    "centres_kernel": "centre_ptr",
+    "statistics_kernel": "sums_ptr",
+    "update_kernel": "update_ptr",
     "spread_kernel": "dkeys_ptr",
 }
 
@@ -141,7 +144,7 @@ WRITES = {
     [
         ("dmsa", "front_kernel into_tokens_kernel into_weights_kernel"),
         ("tssa", "energy_kernel"),
-        ("gmsa", "front_kernel forward_kernel backward_kernel"),
+        ("gmsa", "front_kernel centres_kernel statistics_kernel update_kernel pull_kernel spread_kernel"),
     ],
 )
 def test_the_compiler_sees_the_kernels(what: str, least: str, tmp_path: Path) -> None:

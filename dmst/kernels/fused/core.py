@@ -68,8 +68,8 @@ def head_block(HEADS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, P: tl.
 
 @triton.jit
 def tile(first, count, head, column, inside, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr):
-    """Where tokens lie and which are real, in tensors (b, n, k p) and (b, n, k). `first` is counted from the program's own first
-    row, of `count`: offsets from there fit 32 bits, which halves the arithmetic of addresses."""
+    """Where tokens lie and which are real, in tensors (b, n, k p) and (b, n, k). `first` is counted from the first of the
+    program's own `count` rows: offsets from there fit 32 bits, which halves the arithmetic of addresses."""
     token = first + tl.arange(0, TOKENS)
     here = token < count
     at = token[:, None, None] * (K * P) + column[None]

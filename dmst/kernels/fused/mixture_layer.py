@@ -26,6 +26,7 @@ class Kept(NamedTuple):
 
     projected: Tensor  # (b, n, k p)
     keys: Tensor  # (b, n, k r)
+    centre: Tensor  # (b k, g, r + 1), sums of the keys of each cell, and its size
     gate: Tensor | None  # (b, k)
     pooled: Tensor | None  # (b, k)
 
@@ -41,8 +42,8 @@ def steps(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid) -> 
     projected = F.linear(z, weights.subspace.to(z.dtype))
     _, w, t = _strength(z, gate, weights.theta, form)
     heads, sharpness, mode = _how(form)
-    update = group_update(projected, keys, *_cells(z, form, grid), w, t, heads, sharpness, mode)
-    return update, Kept(projected, keys, gate, pooled)
+    update, centre = group_update(projected, keys, _cells(z, form, grid), w, t, heads, form.groups, sharpness, mode)
+    return update, Kept(projected, keys, centre, gate, pooled)
 
 
 def _gate(form: MixtureForm) -> tuple[str, float, int]:
@@ -60,11 +61,8 @@ def _strength(z: Tensor, gate: Tensor | None, theta: Tensor | None, form: Mixtur
     return gate, w, gate if form.mode == "listing" else w
 
 
-def _cells(z: Tensor, form: MixtureForm, grid: Grid) -> tuple[Tensor, list[int]]:
-    n = z.shape[-2]
-    down, across, patches = mixture.cells(n, grid, form.groups)
-    cell = mixture.cell_of(n, grid, form.groups, device=z.device, dtype=torch.int32)
-    return cell, [form.groups, *patches, down, across]
+def _cells(z: Tensor, form: MixtureForm, grid: Grid) -> Tensor:
+    return mixture.cell_of(z.shape[-2], grid, form.groups, device=z.device, dtype=torch.int32)
 
 
 def _how(form: MixtureForm) -> tuple[int, float, int]:
@@ -76,9 +74,9 @@ def pull(
     wants_update: bool,
 ) -> tuple[Tensor, None, Tensor | None, Tensor, dict[str, Tensor]]:  # fmt: skip
     """The update once more, no dscores, dpooled, dkeys, and gradients of weights; dS is written over `flow`."""
-    projected, keys, gate, pooled = kept
+    projected, keys, centre, gate, pooled = kept
     opened, w, t = _strength(z, gate, weights.theta, form)
-    given = (projected, keys, *_cells(z, form, grid), w, t, flow, *_how(form))
+    given = (projected, keys, _cells(z, form, grid), centre, w, t, flow, *_how(form))
     dkeys, dw, dt, update = group_adjoint(*given, wants_update)
     grads = {"key_bias": total(dkeys)} if wanted.key_bias else {}
     dgate = 2 * opened * dw  # w = g^2; t = g, g^2 or theta g^2
