@@ -93,6 +93,19 @@ def test_models_and_training_on_a_cpu(module: Any, monkeypatch: pytest.MonkeyPat
     assert json.loads((tmp_path / "training.json").read_text())["rows"][0]["images_per_s"] > 0
 
 
+@pytest.mark.slow
+def test_where_the_time_of_a_network_goes(
+    module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["where", "dmst_digits", "--pixels", "8", "--batch", "2", "--rows", "1000"]
+    monkeypatch.setattr(sys, "argv", asked)
+    module("where").main()
+    inference, training = capsys.readouterr().out.split("training")
+    assert "aten::addmm" in inference and "Backward" not in inference and "_AttendBackward" in training
+    shares = [float(line.split()[1].rstrip("%")) for line in inference.splitlines() if "aten::" in line]
+    assert 90 < sum(shares) < 101
+
+
 def test_a_kernel_that_fell_back_has_no_time(module: Any) -> None:
     def broken() -> None:
         raise RuntimeError("no such instruction")
