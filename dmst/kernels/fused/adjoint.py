@@ -26,6 +26,7 @@ from dmst.kernels.fused.core import (
     LISTING,
     MODES,
     PROXIMAL,
+    added,
     attenuation,
     factor,
     gate_of_heads,
@@ -76,12 +77,7 @@ def adjoint_kernel(
         if not PULL:
             tl.store(part_ptr + (sample * splits + split) * (K * P) + column, total, mask=inside)
     else:
-        parts = tl.zeros((16, HEADS, WIDTH), tl.float32)
-        for first in range(0, splits, 16):
-            part = first + tl.arange(0, 16)[:, None, None]
-            at = (sample * splits + part) * (K * P) + column[None]
-            parts += tl.load(part_ptr + at, mask=(part < splits) & inside[None], other=0.0)
-        total = tl.sum(parts, 0)
+        total = added(part_ptr, sample, splits, column, inside, K * P)
 
     if PULL:
         if MODE == PROXIMAL:

@@ -75,3 +75,15 @@ def tile(first, count, head, column, inside, K: tl.constexpr, P: tl.constexpr, T
     at = token[:, None, None] * (K * P) + column[None]
     place = token[:, None] * K + head[None, :]
     return at, here[:, None, None] & inside[None], place, here[:, None] & (head[None, :] < K)
+
+
+@triton.jit
+def added(ptr, sample, splits, at, inside, SIZE: tl.constexpr):
+    """What the programs of a sample left in their rows of a tensor (b, splits, SIZE), added in order; `at` and `inside`: where
+    in a row, and whether, (a, c)."""
+    parts = tl.zeros((16, at.shape[0], at.shape[1]), tl.float32)
+    for first in range(0, splits, 16):
+        part = first + tl.arange(0, 16)[:, None, None]
+        real = (part < splits) & inside[None]
+        parts += tl.load(ptr + (sample * splits + part) * SIZE + at[None], mask=real, other=0.0)
+    return tl.sum(parts, 0)

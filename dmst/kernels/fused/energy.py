@@ -82,7 +82,7 @@ def energy(projected: Tensor, scores: Tensor | None, temperature: Tensor, form: 
     k, p = told.num_heads, d // told.num_heads
     channel = projected.new_empty(0, k, p, dtype=torch.float32)
     if told.normalize_tokens:
-        channel = sums(projected, None, None, told)[0].sum(1).clamp(min=1e-24)
+        channel = sums(projected, None, told)[0].sum(1).clamp(min=1e-24)
     out = torch.empty(b, n, k, device=projected.device, dtype=torch.float32)
     heads, width = power_of_two(k), power_of_two(p)
     tokens = max(1, min(16, 4096 // (heads * width)))
@@ -102,7 +102,8 @@ def energy_adjoint(
     told, (b, n, d) = Form.read(form), projected.shape
     k, p = told.num_heads, d // told.num_heads
     sweep, normalize = sweep_of(projected, told), told.normalize_tokens
-    mean = sums(projected, dlogits, channel if normalize else None, told)[0].sum(1)  # sum_n dlogits s^2 / E
+    mean = sums(projected, dlogits, told)[0].sum(1)  # sum_n dlogits s^2
+    mean = mean / channel if normalize else mean
     dtemperature = mean.sum((0, 2)).unsqueeze(-1)
     if normalize:  # at the floor the divisor is a constant
         mean = torch.where(channel > 1e-24, mean, 0)
