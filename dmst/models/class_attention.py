@@ -17,6 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmst import tracing
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import Mlp
 from dmst.models.residual import Residual
@@ -38,16 +39,29 @@ class ClassAttentionBlock(OneNode):
         self.residual = Residual(dim, config.layer_scale, **factory)
         self.drop = nn.Dropout(config.proj_drop_rate)
 
-    def forward(self, cls: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
-        """Both in, both out: (b, 1, d) and (b, n, d), which are joined nowhere but where k and v are made."""
+    def forward(self, cls: Tensor, patches: Tensor, last: bool = False) -> tuple[Tensor, Tensor]:
+        """Both in, both out: (b, 1, d) and (b, n, d), which are joined nowhere but where k and v are made. With `last` nobody
+        reads the patches afterwards, and they stay as they are."""
         u, rest = self.norm1(cls), self.norm1(patches)
         cls = self.norm2(self.attention_residual(cls, self.drop(self.out(self.look(u, rest)))))
-        patches = self.norm2(self.attention_residual(patches, rest))
-        return self.residual(cls, self.mlp(cls)), 2 * patches
+        if not last:
+            patches = 2 * self.norm2(self.attention_residual(patches, rest))
+        return self.residual(cls, self.mlp(cls)), patches
 
     def look(self, cls: Tensor, patches: Tensor) -> Tensor:
         """What the class token sees, heads side by side (b, 1, d)."""
-        q, k, v = self.qkv(torch.cat((cls, patches), 1)).chunk(3, -1)
+        q, k, v = self.project(cls, torch.cat((cls, patches), 1))
         heads = self.num_heads, cls.shape[-1] // self.num_heads
-        q, k, v = (x.unflatten(-1, heads).transpose(1, 2) for x in (q[:, :1], k, v))
+        q, k, v = (x.unflatten(-1, heads).transpose(1, 2) for x in (q, k, v))
         return rearrange(F.scaled_dot_product_attention(q, k, v), "b k n p -> b n (k p)")
+
+    def project(self, cls: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q of cls; k and v of all tokens. An adapter or a hook gets to see all of `qkv`."""
+        if not tracing.is_plain(self.qkv):
+            q, k, v = self.qkv(tokens).chunk(3, -1)
+            return q[:, :1], k, v
+        d = cls.shape[-1]
+        weight, bias = self.qkv.weight, self.qkv.bias
+        q = F.linear(cls, weight[:d], None if bias is None else bias[:d])
+        k, v = F.linear(tokens, weight[d:], None if bias is None else bias[d:]).chunk(2, -1)
+        return q, k, v

@@ -19,6 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dmst import tracing
 from dmst.errors import OptionError, choose
 from dmst.models.block import Block, LayerTrace
 from dmst.models.class_attention import ClassAttentionBlock
@@ -69,14 +70,18 @@ class VisionModel(nn.Module):
     # --- from images to logits ---------------------------------------------------------------------------------------
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(images))
+        return self.forward_head(self.finish(self._through(images), self._pools_class_token()))
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Every token at the end, normed: (b, 1 + n, d), or (b, n, d) with readout "mean"."""
+        return self.finish(self._through(images))
+
+    def _through(self, images: Tensor) -> Tensor:
+        """The tokens after the blocks."""
         z, grid = self.embed(images)
         for block in self.blocks:
             z = self._run(block, z, grid)
-        return self.finish(z)
+        return z
 
     def embed(self, images: Tensor) -> tuple[Tensor, Grid]:
         """The tokens that the first block reads, and the grid of their patches."""
@@ -88,15 +93,21 @@ class VisionModel(nn.Module):
         z = self.position(z, grid)
         return _promoted(z, self._weight()), grid  # a stream of the weights' dtype, also under autocast
 
-    def finish(self, z: Tensor) -> Tensor:
-        """From the last block to the classifier's tokens: class attention where there is some, and the norm."""
+    def finish(self, z: Tensor, alone: bool = False) -> Tensor:
+        """From the last block to the classifier's tokens: class attention where there is some, and the norm. `alone`: of the
+        class token only, (b, 1, d), so that the last class block leaves the patches as they are."""
         if self.config.readout == "class_attention":
             cls = self._token(z)
             cls, z = _promoted(cls, z), _promoted(z, cls)
-            for block in self.class_blocks:
-                cls, z = self._run(block, cls, z)
-            z = torch.cat((cls, z), 1)
+            for i, block in enumerate(self.class_blocks, 1):
+                cls, z = self._run(block, cls, z, alone and i == len(self.class_blocks))
+            z = cls if alone else torch.cat((cls, z), 1)
         return self.norm(z)
+
+    def _pools_class_token(self) -> bool:
+        """Whether nobody asks for the patches after the last class block: no pool of theirs, no hook."""
+        asked = self.config.readout == "class_attention" and self.config.global_pool == "token"
+        return asked and tracing.is_plain(self.norm, *self.class_blocks[-1:])
 
     def forward_head(self, z: Tensor, pre_logits: bool = False) -> Tensor:
         z = self.head_drop(self._pool(z))
@@ -109,7 +120,8 @@ class VisionModel(nn.Module):
         for block in self.blocks:
             layers.append(block.trace(z, grid))  # type: ignore[operator]
             z = layers[-1].after_feedforward
-        return Trace(self.forward_head(self.finish(z)), grid, self.config.prefix, layers)
+        logits = self.forward_head(self.finish(z, self._pools_class_token()))
+        return Trace(logits, grid, self.config.prefix, layers)
 
     # --- feature maps ------------------------------------------------------------------------------------------------
 

@@ -209,6 +209,10 @@ def test_class_attention() -> None:
         patches = norm(x[i, 1:] + scale1 * u[1:], block.norm2)
         torch.testing.assert_close(found[i, 0], cls, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(found[i, 1:], 2 * patches, rtol=1e-10, atol=1e-10)
+    seen: list[Tensor] = []
+    block.qkv.register_forward_hook(lambda _, given, out: seen.append(out))  # who listens hears q of every token
+    again = torch.cat(block(x[:, :1], x[:, 1:]), 1)
+    assert relative(again, found) < 1e-14 and seen[0].shape == (b, 1 + n, 3 * d)
 
 
 @pytest.mark.parametrize(

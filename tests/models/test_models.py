@@ -64,6 +64,24 @@ def test_every_parameter_gets_a_gradient(case: Case) -> None:
         assert parameter.grad.abs().sum() > 0, key
 
 
+@pytest.mark.parametrize("listened", [None, "norm", "class_blocks.1"])
+def test_what_nobody_reads_changes_no_logit_and_no_gradient(listened: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last class block the patches are left out, unless somebody listens to that block or to the norm."""
+    model, x, grad = build(("dmst_tiny", {})).train(), images(), torch.randn(BATCH, 7, dtype=F64)
+    parameters, normed = list(model.parameters()), list[int]()
+    wanted = model.forward_head(model.forward_features(x))
+    right = torch.autograd.grad(wanted, parameters, grad)
+    if listened:
+        model.get_submodule(listened).register_forward_hook(lambda *_: None)
+    forward = nn.LayerNorm.forward
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda norm, z: normed.append(z.shape[1]) or forward(norm, z))
+    logits = model(x)
+    assert normed[-1] == (7 if listened else 1)
+    assert relative(logits, wanted) < 1e-14
+    for mine, other in zip(torch.autograd.grad(logits, parameters, grad), right, strict=True):
+        assert relative(mine, other) < 1e-12
+
+
 # --- trace -----------------------------------------------------------------------------------------------------------
 
 
