@@ -4,8 +4,8 @@
 scale per channel could make its step raise the rate). drop_path leaves out the update of a whole sample at random, in
 training only.
 
-scale (W x + b) = (scale W) x + scale b: where torch.compile traces and the update ends with a linear map of ours, that map is
-scaled in place of the tokens, which saves a pass over them on the way back. The compiler casts the map at the same time.
+scale (W x + b) = (scale W) x + scale b: under torch.compile, and in training on a GPU, where the update ends with a linear map
+of ours, that map is scaled in place of the tokens. That saves a pass over them forward and three on the way back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dmst import tracing
-from dmst.kernels import compute_dtype
+from dmst.kernels import compute_dtype, without_autocast
 from dmst.one_node import OneNode
 
 
@@ -41,15 +41,19 @@ class Residual(OneNode):
     def folds(self, z: Tensor, step: nn.Module, last: nn.Module | None) -> bool:
         """Whether `step`, on tokens z, shall scale its `last` linear map itself: in bfloat16 alone. float16 has no room for
         small scales, and wider types are for those who compare bits. Who listens to the step shall hear its update."""
-        if self.scale is None or not tracing.compiled() or compute_dtype(z) != torch.bfloat16:
+        if self.scale is None or type(last) is not nn.Linear or not isinstance(z, Tensor):  # a proxy of torch.fx
             return False
-        return type(last) is nn.Linear and tracing.is_plain(step, last)
+        pays = tracing.compiled() or (z.is_cuda and torch.is_grad_enabled() and tracing.is_plain_eager())
+        return pays and compute_dtype(z) == torch.bfloat16 and tracing.is_plain(step, last)
 
     def forward(self, z: Tensor, update: Tensor, scaled: bool = False) -> Tensor:
-        if self.scale is not None and not scaled:
-            update = self.scale * update
         factor = self.draw(update)
-        return z + (update if factor is None else (update * factor).to(update.dtype))
+        if factor is not None:
+            update = (update * factor).to(update.dtype)
+        if self.scale is None or scaled:
+            return z + update
+        with without_autocast(z):  # which would widen the update in a pass of its own
+            return torch.addcmul(z, update, self.scale)
 
     def draw(self, like: Tensor) -> Tensor | None:
         """drop_path's factor of each sample (b, 1, 1), 0 or 1/keep, at least float32: rounded it would be wrong on average.

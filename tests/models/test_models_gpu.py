@@ -55,6 +55,24 @@ def test_trace_checkpointing_and_autocast_agree(name: str) -> None:
     assert torch.allclose(model(images), plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["dmst_tiny", "gmst_tiny"])
+def test_a_scale_in_the_last_map_has_the_gradients_of_a_scaled_update(name: str) -> None:
+    """In eager training in bfloat16. Who listens to a step hears its update: that network scales updates."""
+    model, images = small(name, device="cuda", layer_scale=0.5).train(), torch.randn(4, 3, 64, 64, device="cuda")
+
+    def gradients() -> list[torch.Tensor]:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(images).float().square().sum()
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    found = gradients()
+    for block in model.blocks:
+        block.operator.register_forward_hook(lambda *_: None)
+        block.feedforward.mlp.register_forward_hook(lambda *_: None)
+    for (key, _), got, want in zip(model.named_parameters(), found, gradients(), strict=True):
+        assert (got - want).norm() <= 5e-2 * want.norm() + 1e-3, key
+
+
 def test_inductor_compiles_a_whole_network() -> None:
     torch._dynamo.reset()
     model = small("dmst_tiny", device="cuda").eval()
