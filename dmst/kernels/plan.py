@@ -39,8 +39,8 @@ USUAL: Row = {  # "keys": the same kernel with GMSA's keys
     "into_tokens keys": Cut(64, 128, 128, 4, 1),
     "into_weights": Cut(32, 128, 0, 4, 1),
     "into_weights keys": Cut(32, 128, 128, 4, 1),
-    "settle": Cut(32, 128, 0, 2, 3),
-    "adjoint": Cut(64, 128, 0, 4, 1),
+    "settle": Cut(32, 256, 0, 4, 3),
+    "adjoint": Cut(16, 256, 0, 8, 1),
     "groups": Cut(32, 0, 0, 1, 1),
     "groups back": Cut(32, 0, 0, 2, 1),
 }
@@ -91,10 +91,8 @@ def power_of_two(x: int) -> int:
 class Sweep(NamedTuple):
     """A pass over (tokens, heads, channels) of each sample."""
 
-    heads: int  # a program
-    width: int  # p, padded
+    block: dict[str, int]  # of one step: heads, their pieces and the channels of each, tokens
     blocks: int  # programs along the heads
-    tokens: int  # a step of its loop
     splits: int  # programs along the tokens of one sample
     span: int  # tokens of one of them
     warps: int
@@ -103,10 +101,17 @@ class Sweep(NamedTuple):
 
 def sweep(kernel: str, b: int, n: int, k: int, p: int, dtype: torch.dtype) -> Sweep:
     """With enough samples and heads a program takes all tokens of its own, else they are split."""
-    tile, width = cut(kernel, k * p, dtype), power_of_two(p)
-    heads = max(1, min(power_of_two(k), tile.channels // width))
-    tokens, blocks = max(1, tile.tokens * tile.channels // (heads * width)), over(k, heads)
-    return Sweep(heads, width, blocks, tokens, *_split(b * blocks, n, tokens, tile.warps), tile.warps, tile.stages)
+    tile, whole, (width, pieces) = cut(kernel, k * p, dtype), power_of_two(p), pieces_of(p)
+    heads = max(1, min(power_of_two(k), tile.channels // whole))
+    tokens, blocks = max(1, tile.tokens * tile.channels // (heads * whole)), over(k, heads)
+    block = {"HEADS": heads, "WIDTH": width, "PIECES": pieces, "TOKENS": tokens}
+    return Sweep(block, blocks, *_split(b * blocks, n, tokens, tile.warps), tile.warps, tile.stages)
+
+
+def pieces_of(p: int, least: int = 8) -> tuple[int, int]:
+    """Channels of a piece, a power of two, and pieces of a head: 48 is 3 x 16. What cannot be cut so is one piece, padded."""
+    width = p & -p
+    return (width, p // width) if width >= least and p // width <= 7 else (max(least, power_of_two(p)), 1)
 
 
 class Split(NamedTuple):

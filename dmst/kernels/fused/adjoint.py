@@ -8,7 +8,7 @@
               update = f s once more, for the gradient of the output weight, since s is at hand
 
 One program takes both sweeps where a sample is not split: the second finds its tokens in the cache. Otherwise the first leaves
-partial sums, and every program of the second adds them up for itself, in order. dS is written over G. Where a product goes into
+partial sums, which are added up between. dS is written over G. Where a product goes into
 a sum it is written whether it is rounded before: otherwise that is the compiler's choice, and may be another one in a kernel
 that also writes the update or sums a bias.
 """
@@ -26,7 +26,6 @@ from dmst.kernels.fused.core import (
     LISTING,
     MODES,
     PROXIMAL,
-    added,
     attenuation,
     factor,
     gate_of_heads,
@@ -43,94 +42,116 @@ def adjoint_kernel(
     grad_ptr, s_ptr, membership_ptr, moment_ptr, gate_ptr, divisor_ptr, theta_ptr,
     part_ptr, dmembership_ptr, dgate_ptr, dtheta_ptr, dbias_ptr, update_ptr,
     n, span, splits,
-    sign: tl.constexpr, K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    MODE: tl.constexpr, GATED: tl.constexpr, UNIFORM: tl.constexpr, SIGMOID: tl.constexpr,
+    sign: tl.constexpr, K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
+    TOKENS: tl.constexpr, MODE: tl.constexpr, GATED: tl.constexpr, UNIFORM: tl.constexpr, SIGMOID: tl.constexpr,
     SUM: tl.constexpr, PULL: tl.constexpr, BIAS: tl.constexpr, UPDATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """`SUM` alone leaves rows of A, `PULL` alone reads what they sum to."""
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
     gate = gate_of_heads(gate_ptr, sample, head, K, GATED)[:, None]
-    moment = tl.load(moment_ptr + sample * (K * P) + column, mask=inside, other=0.0)
-    a = attenuation(moment, gate)
     theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
-    c = factor(a, gate, theta, sign, MODE)
     row, count = sample * n + split * span, tl.minimum(span, n - split * span)
     grad_ptr += row * (K * P)
     s_ptr += row * (K * P)
     update_ptr += row * (K * P)
     membership_ptr += row * K
     dmembership_ptr += row * K
+    place_of_row = (sample * splits + split) * (K * P)
+    moment, a, c = (), (), ()
+    for i in tl.static_range(PIECES):
+        moment += (tl.load(moment_ptr + sample * (K * P) + column + i * WIDTH, mask=inside, other=0.0),)
+        a += (attenuation(moment[i], gate),)
+        c += (factor(a[i], gate, theta, sign, MODE)[None],)
 
+    total = ()
     if SUM:
-        share = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
+        share = ()
+        for _ in tl.static_range(PIECES):
+            share += (tl.zeros((TOKENS, HEADS, WIDTH), tl.float32),)
         for first in tl.range(0, count, TOKENS, num_stages=STAGES):
             at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
-            grad = tl.load(grad_ptr + at, mask=real, other=0.0).to(tl.float32)
-            s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
             pi = tl.load(membership_ptr + place, mask=some, other=0.0)[:, :, None]
-            q = grad * s
-            if MODE == PROXIMAL:
-                damp = 1.0 + rounded(pi * c[None])
-                q = q / (damp * damp)
-            share = tl.fma(pi, q, share)
-        total = tl.sum(share, 0)
-        if not PULL:
-            tl.store(part_ptr + (sample * splits + split) * (K * P) + column, total, mask=inside)
+            before, share = share, ()
+            for i in tl.static_range(PIECES):
+                grad = tl.load(grad_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32)
+                q = grad * tl.load(s_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32)
+                if MODE == PROXIMAL:
+                    damp = 1.0 + rounded(pi * c[i])
+                    q = q / (damp * damp)
+                share += (tl.fma(pi, q, before[i]),)
+        for i in tl.static_range(PIECES):
+            total += (tl.sum(share[i], 0),)
+            if not PULL:
+                tl.store(part_ptr + place_of_row + column + i * WIDTH, total[i], mask=inside)
     else:
-        total = added(part_ptr, sample, splits, column, inside, K * P)
+        for i in tl.static_range(PIECES):
+            total += (tl.load(part_ptr + sample * (K * P) + column + i * WIDTH, mask=inside, other=0.0),)
 
     if PULL:
-        if MODE == PROXIMAL:
-            dmoment = theta * gate * gate * gate * gate * a * a * total
-            dgate = -2.0 * theta * tl.sum(rounded(gate * a * a * total), 1)
-            dtheta = -tl.sum(rounded(gate * gate * a * total), 1)
-        elif MODE == LISTING:
-            dmoment = -sign * gate * gate * gate * a * a * total
-            dgate = sign * tl.sum(rounded(total * a * (2.0 * a - 1.0)), 1)
-        else:
-            dmoment = -sign * gate * gate * gate * gate * a * a * total
-            dgate = 2.0 * sign * tl.sum(rounded(gate * total * a * a), 1)
-        divisor = tl.load(divisor_ptr + sample * K + head, mask=head < K, other=1.0)
-        m = dmoment / divisor[:, None]
-        mean = tl.sum(rounded(m * moment), 1)
+        divisor = tl.load(divisor_ptr + sample * K + head, mask=head < K, other=1.0)[:, None]
+        dgate, dtheta, mean = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS,), tl.float32)
+        m, bias = (), ()
+        for i in tl.static_range(PIECES):
+            bent = gate * gate * a[i] * a[i] * total[i]
+            if MODE == PROXIMAL:
+                dmoment = theta * gate * gate * bent
+                dgate += -2.0 * theta * tl.sum(rounded(gate * a[i] * a[i] * total[i]), 1)
+                dtheta += -tl.sum(rounded(gate * gate * a[i] * total[i]), 1)
+            elif MODE == LISTING:
+                dmoment = -sign * gate * bent
+                dgate += sign * tl.sum(rounded(total[i] * a[i] * (2.0 * a[i] - 1.0)), 1)
+            else:
+                dmoment = -sign * gate * gate * bent
+                dgate += 2.0 * sign * tl.sum(rounded(gate * total[i] * a[i] * a[i]), 1)
+            m += ((dmoment / divisor)[None],)
+            mean += tl.sum(rounded(dmoment / divisor * moment[i]), 1)
+            if BIAS:
+                bias += (tl.zeros((TOKENS, HEADS, WIDTH), tl.float32),)
         if split == 0:
             if GATED:
                 tl.store(dgate_ptr + sample * K + head, dgate, mask=head < K)
             if MODE == PROXIMAL:
                 tl.store(dtheta_ptr + sample * K + head, dtheta, mask=head < K)
-        bias = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
         for first in tl.range(0, count, TOKENS, num_stages=STAGES):
             at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
-            grad = tl.load(grad_ptr + at, mask=real, other=0.0).to(tl.float32)
-            s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
-            pi = tl.load(membership_ptr + place, mask=some, other=0.0)
-            lean = c[None] * grad
-            if MODE == PROXIMAL:
-                w = rounded(pi[:, :, None] * c[None])
-                ds = -grad * w / (1.0 + w)
-                lean = -lean / ((1.0 + w) * (1.0 + w))
-            elif UNIFORM:
-                ds = pi[:, :, None] * lean
-            else:
-                ds = pi[:, :, None] * tl.fma(2.0 * m[None], s, lean)
-            if UNIFORM:
-                ds = tl.fma(2.0 * m[None], s, ds)
-                dpi = tl.sum(rounded(lean * s), 2)
-            else:
+            share_of_head = tl.load(membership_ptr + place, mask=some, other=0.0)
+            pi = share_of_head[:, :, None]
+            dpi = tl.zeros((TOKENS, HEADS), tl.float32)
+            before, bias = bias, ()
+            for i in tl.static_range(PIECES):
+                grad = tl.load(grad_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32)
+                s = tl.load(s_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32)
+                lean = c[i] * grad
                 if MODE == PROXIMAL:
-                    ds = tl.fma(2.0 * pi[:, :, None] * m[None], s, ds)
-                dpi = tl.sum(rounded(tl.fma(m[None], s, lean) * s), 2) - mean[None, :]
+                    w = rounded(pi * c[i])
+                    ds = -grad * w / (1.0 + w)
+                    lean = -lean / ((1.0 + w) * (1.0 + w))
+                elif UNIFORM:
+                    ds = pi * lean
+                else:
+                    ds = pi * tl.fma(2.0 * m[i], s, lean)
+                if UNIFORM:
+                    ds = tl.fma(2.0 * m[i], s, ds)
+                    dpi += tl.sum(rounded(lean * s), 2)
+                else:
+                    if MODE == PROXIMAL:
+                        ds = tl.fma(2.0 * pi * m[i], s, ds)
+                    dpi += tl.sum(rounded(tl.fma(m[i], s, lean) * s), 2)
+                tl.store(grad_ptr + at + i * WIDTH, ds.to(grad_ptr.dtype.element_ty), mask=real)
+                if UPDATE:
+                    update = weigh(pi, c[i], MODE) * s
+                    tl.store(update_ptr + at + i * WIDTH, update.to(update_ptr.dtype.element_ty), mask=real)
+                if BIAS:
+                    bias += (before[i] + ds,)
+            if not UNIFORM:
+                dpi -= mean[None, :]
             if SIGMOID:
-                dpi = dpi * pi * (1.0 - pi)
-            tl.store(grad_ptr + at, ds.to(grad_ptr.dtype.element_ty), mask=real)
+                dpi = dpi * share_of_head * (1.0 - share_of_head)
             tl.store(dmembership_ptr + place, dpi, mask=some)
-            if UPDATE:
-                update = weigh(pi[:, :, None], c[None], MODE) * s
-                tl.store(update_ptr + at, update.to(update_ptr.dtype.element_ty), mask=real)
-            if BIAS:
-                bias += ds
         if BIAS:
-            tl.store(dbias_ptr + (sample * splits + split) * (K * P) + column, tl.sum(bias, 0), mask=inside)
+            for i in tl.static_range(PIECES):
+                tl.store(dbias_ptr + place_of_row + column + i * WIDTH, tl.sum(bias[i], 0), mask=inside)
 
 
 @op(mutates=("grad",))
@@ -145,23 +166,24 @@ def pull(
     k, p = told.num_heads, d // told.num_heads
     sweep = plan.sweep("adjoint", b, n, k, p, projected.dtype)
     split = sweep.splits > 1
-    part = membership.new_empty(b if split else 0, sweep.splits, k, p)
     dmembership = torch.empty_like(membership)
     dgate, dtheta = (membership.new_empty(0 if x is None else b, k) for x in (gate, theta))
     dbias = membership.new_empty(b if wants_bias else 0, sweep.splits, k, p)
     update = torch.empty_like(projected) if wants_update else projected.new_empty(0)
 
-    def sweeps(first: bool, second: bool) -> None:
+    def sweeps(first: bool, second: bool, part: Tensor) -> None:
         launch(
             adjoint_kernel, (b, sweep.splits, sweep.blocks),
             grad, projected, membership, moment, gate, divisor, theta, part, dmembership, dgate, dtheta, dbias, update,
             n, sweep.span, sweep.splits,
-            sign=told.sign, K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens, MODE=MODES[told.mode],
+            sign=told.sign, K=k, P=p, **sweep.block, MODE=MODES[told.mode],
             GATED=gate is not None, UNIFORM=told.uniform_moment, SIGMOID=told.membership == "sigmoid",
             SUM=first, PULL=second, BIAS=wants_bias, UPDATE=wants_update, STAGES=sweep.stages, num_warps=sweep.warps,
         )  # fmt: skip
 
+    part = membership.new_empty(b if split else 0, sweep.splits, k, p)
     if split:
-        sweeps(True, False)
-    sweeps(not split, True)
+        sweeps(True, False, part)
+        part = part.sum(1)
+    sweeps(not split, True, part)
     return dmembership, dgate, dtheta, dbias, update

@@ -59,7 +59,8 @@ def gate_of_heads(gate_ptr, sample, heads, K: tl.constexpr, GATED: tl.constexpr)
 
 @triton.jit
 def head_block(HEADS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, P: tl.constexpr, first):
-    """Heads (HEADS), their columns in a token (HEADS, WIDTH), and which of these exist: p is padded in registers only."""
+    """Heads (HEADS), the columns in a token of the first piece of each (HEADS, WIDTH), and which of these exist. WIDTH is P, or
+    a power of two that divides it, or, for odd P, one that is larger: then P is padded, in registers only."""
     heads = first + tl.arange(0, HEADS)
     channel = tl.arange(0, WIDTH)
     inside = (heads[:, None] < K) & (channel[None, :] < P)
@@ -75,15 +76,3 @@ def tile(first, count, head, column, inside, K: tl.constexpr, P: tl.constexpr, T
     at = token[:, None, None] * (K * P) + column[None]
     place = token[:, None] * K + head[None, :]
     return at, here[:, None, None] & inside[None], place, here[:, None] & (head[None, :] < K)
-
-
-@triton.jit
-def added(ptr, sample, splits, at, inside, SIZE: tl.constexpr):
-    """What the programs of a sample left in their rows of a tensor (b, splits, SIZE), added in order; `at` and `inside`: where
-    in a row, and whether, (a, c)."""
-    parts = tl.zeros((16, at.shape[0], at.shape[1]), tl.float32)
-    for first in range(0, splits, 16):
-        part = first + tl.arange(0, 16)[:, None, None]
-        real = (part < splits) & inside[None]
-        parts += tl.load(ptr + (sample * splits + part) * SIZE + at[None], mask=real, other=0.0)
-    return tl.sum(parts, 0)

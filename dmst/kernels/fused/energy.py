@@ -14,7 +14,7 @@ from torch import Tensor
 from dmst.kernels.form import Form
 from dmst.kernels.fused.core import head_block, tile
 from dmst.kernels.fused.launch import launch, op
-from dmst.kernels.fused.moments import sums, sweep_of
+from dmst.kernels.fused.moments import energies, sweep_of
 from dmst.kernels.plan import over, power_of_two
 
 
@@ -48,31 +48,37 @@ def energy_kernel(
 def energy_adjoint_kernel(
     ds_ptr, s_ptr, x_ptr, channel_ptr, mean_ptr, temperature_ptr, dbias_ptr,
     n, span, splits,
-    K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, TOKENS: tl.constexpr,
     NORMALIZE: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
     slope = 2.0 * tl.load(temperature_ptr + head, mask=head < K, other=0.0).to(tl.float32)[:, None]
-    mean = tl.zeros((HEADS, WIDTH), tl.float32)
-    if NORMALIZE:
-        slope = slope / tl.load(channel_ptr + sample * (K * P) + column, mask=inside, other=1.0)
-        mean = tl.load(mean_ptr + sample * (K * P) + column, mask=inside, other=0.0)
-    bias = tl.zeros((TOKENS, HEADS, WIDTH), tl.float32)
+    slopes, mean, bias = (), (), ()
+    for i in tl.static_range(PIECES):
+        there = sample * (K * P) + column + i * WIDTH
+        slopes += ((slope / tl.load(channel_ptr + there, mask=inside, other=1.0) if NORMALIZE else slope)[None],)
+        mean += ((tl.load(mean_ptr + there, mask=inside, other=0.0) if NORMALIZE else tl.zeros_like(slope))[None],)
+        if BIAS:
+            bias += (tl.zeros((TOKENS, HEADS, WIDTH), tl.float32),)
     row, count = sample * n + split * span, tl.minimum(span, n - split * span)
     ds_ptr += row * (K * P)
     s_ptr += row * (K * P)
     x_ptr += row * K
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
-        s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + place, mask=some, other=0.0)[:, :, None]
-        ds = tl.load(ds_ptr + at, mask=real, other=0.0).to(tl.float32) + s * slope * (x - mean[None])
-        tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty), mask=real)
-        if BIAS:
-            bias += ds
+        before, bias = bias, ()
+        for i in tl.static_range(PIECES):
+            s = tl.load(s_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32)
+            ds = tl.load(ds_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32) + s * slopes[i] * (x - mean[i])
+            tl.store(ds_ptr + at + i * WIDTH, ds.to(ds_ptr.dtype.element_ty), mask=real)
+            if BIAS:
+                bias += (before[i] + ds,)
     if BIAS:
-        tl.store(dbias_ptr + (sample * splits + split) * (K * P) + column, tl.sum(bias, 0), mask=inside)
+        for i in tl.static_range(PIECES):
+            there = (sample * splits + split) * (K * P) + column + i * WIDTH
+            tl.store(dbias_ptr + there, tl.sum(bias[i], 0), mask=inside)
 
 
 @op()
@@ -82,7 +88,7 @@ def energy(projected: Tensor, scores: Tensor | None, temperature: Tensor, form: 
     k, p = told.num_heads, d // told.num_heads
     channel = projected.new_empty(0, k, p, dtype=torch.float32)
     if told.normalize_tokens:
-        channel = sums(projected, None, told)[0].sum(1).clamp(min=1e-24)
+        channel = energies(projected, None, told).clamp(min=1e-24)
     out = torch.empty(b, n, k, device=projected.device, dtype=torch.float32)
     heads, width = power_of_two(k), power_of_two(p)
     tokens = max(1, min(16, 4096 // (heads * width)))
@@ -102,7 +108,7 @@ def energy_adjoint(
     told, (b, n, d) = Form.read(form), projected.shape
     k, p = told.num_heads, d // told.num_heads
     sweep, normalize = sweep_of(projected, told), told.normalize_tokens
-    mean = sums(projected, dlogits, told)[0].sum(1)  # sum_n dlogits s^2
+    mean = energies(projected, dlogits, told)
     mean = mean / channel if normalize else mean
     dtemperature = mean.sum((0, 2)).unsqueeze(-1)
     if normalize:  # at the floor the divisor is a constant
@@ -111,7 +117,6 @@ def energy_adjoint(
     launch(
         energy_adjoint_kernel, (b, sweep.splits, sweep.blocks),
         ds, projected, dlogits, channel, mean, temperature, dbias, n, sweep.span, sweep.splits,
-        K=k, P=p, HEADS=sweep.heads, WIDTH=sweep.width, TOKENS=sweep.tokens,
-        NORMALIZE=normalize, BIAS=wants_bias, STAGES=sweep.stages, num_warps=sweep.warps,
+        K=k, P=p, **sweep.block, NORMALIZE=normalize, BIAS=wants_bias, STAGES=sweep.stages, num_warps=sweep.warps,
     )  # fmt: skip
     return dtemperature, dbias

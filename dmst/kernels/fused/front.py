@@ -133,41 +133,43 @@ def front_kernel(
 @triton.jit
 def into_tokens_kernel(
     dscores_ptr, dpooled_ptr, assign_ptr, dkeys_ptr, key_ptr, product_ptr, far_cos, far_sin, near_cos, near_sin, dz_ptr,
-    n, step, tiles,
+    n, step, tiles, run, last_tile,
     D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, TERMS: tl.constexpr, SLOTS: tl.constexpr, Q: tl.constexpr,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr,
-    SCORES: tl.constexpr, GATED: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
+    SCORES: tl.constexpr, GATED: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens, some channels."""
-    sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    token, far, near = places(tile, n, step, TOKENS, LEVEL)
-    here = token < n
-    start, row = sample * n + tile * TOKENS, tl.arange(0, TOKENS)[:, None]
-    product_ptr += start * D
-    dz_ptr += start * D
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    full = here if D % CHANNELS == 0 else here & (channel < D)
-    product = tl.load(product_ptr + row * D + channel, mask=full, other=0.0, eviction_policy="evict_first")
-    dturned = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    """A run of tiles, some channels: the weights stay where they are."""
+    first = tl.program_id(1) * CHANNELS
+    channel, slot = first + tl.arange(0, CHANNELS)[None, :], tl.arange(0, TERMS * SLOTS)
     if SCORES or GATED:  # slots: leading dl leading assign, rest leading, leading rest, rest rest
-        slot = tl.arange(0, TERMS * SLOTS)
-        dl = _dscores(dscores_ptr, dpooled_ptr, sample, start, row, here, slot[None, :] % HEADS, K, SCORES, GATED)
         real = (slot[:, None] % HEADS < K) & (channel < D)
         assign = tl.load(assign_ptr + slot[:, None] % HEADS * D + channel, mask=real, other=0.0).to(tl.float32)
         if TERMS == 2:
-            dl, assign = _by_slot(dl, slot[None, :] % SLOTS, HEADS), _by_slot(assign, slot[:, None], SLOTS)
-        dturned = _dot(dl, assign, dturned, EXACT)
-    if KEYS:
-        for left in tl.range(0, Q, COLUMNS, num_stages=2):
-            column = left + tl.arange(0, COLUMNS)
-            dq = tl.load(dkeys_ptr + start * Q + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
-            weight = tl.load(key_ptr + column[:, None] * D + channel, mask=(column[:, None] < Q) & (channel < D), other=0.0)
-            dturned = _dot(dq, weight, dturned, EXACT)
-    if ROTARY:
-        first = tl.program_id(1) * CHANNELS
-        dturned = rotate(dturned, far_cos, far_sin, near_cos, near_sin, far, near, first, D, TOKENS, CHANNELS, True)
-    dz = product.to(tl.float32) + dturned
-    tl.store(dz_ptr + row * D + channel, dz.to(dz_ptr.dtype.element_ty), mask=full)
+            assign = _by_slot(assign, slot[:, None], SLOTS)
+    begin = tl.program_id(0) * run
+    for place in tl.range(begin, tl.minimum(begin + run, last_tile), num_stages=STAGES):
+        sample, tile = (place // tiles).to(tl.int64), place % tiles
+        token, far, near = places(tile, n, step, TOKENS, LEVEL)
+        here = token < n
+        start, row = sample * n + tile * TOKENS, tl.arange(0, TOKENS)[:, None]
+        full = here if D % CHANNELS == 0 else here & (channel < D)
+        product = tl.load(product_ptr + start * D + row * D + channel, mask=full, other=0.0, eviction_policy="evict_first")
+        dturned = tl.zeros((TOKENS, CHANNELS), tl.float32)
+        if SCORES or GATED:
+            dl = _dscores(dscores_ptr, dpooled_ptr, sample, start, row, here, slot[None, :] % HEADS, K, SCORES, GATED)
+            if TERMS == 2:
+                dl = _by_slot(dl, slot[None, :] % SLOTS, HEADS)
+            dturned = _dot(dl, assign, dturned, EXACT)
+        if KEYS:
+            for left in tl.static_range(0, Q, COLUMNS):
+                column = left + tl.arange(0, COLUMNS)
+                dq = tl.load(dkeys_ptr + start * Q + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
+                weight = tl.load(key_ptr + column[:, None] * D + channel, mask=(column[:, None] < Q) & (channel < D), other=0.0)
+                dturned = _dot(dq, weight, dturned, EXACT)
+        if ROTARY:
+            dturned = rotate(dturned, far_cos, far_sin, near_cos, near_sin, far, near, first, D, TOKENS, CHANNELS, True)
+        dz = product.to(tl.float32) + dturned
+        tl.store(dz_ptr + start * D + row * D + channel, dz.to(dz_ptr.dtype.element_ty), mask=full)
 
 
 @triton.jit
@@ -266,10 +268,11 @@ def into_tokens(
     (b, n, d), k, q = product.shape, 0 if assign is None else assign.shape[0], 0 if key is None else key.shape[0]
     tile = plan.cut("into_tokens keys" if q else "into_tokens", d, product.dtype, q)
     tiles, dz = over(n, tile.tokens), torch.empty_like(product)
+    run = over(b * tiles, max(1, plan.WEIGHT_PROGRAMS * 2 // over(d, tile.channels)))
     launch(
-        into_tokens_kernel, (b * tiles, over(d, tile.channels)),
-        dscores, dpooled, assign, dkeys, key, product, *(turn or (product,) * 4), dz, n, step, tiles,
-        SCORES=dscores is not None, GATED=dpooled is not None, **_sizes(product, k, q, tile, turn, step),
+        into_tokens_kernel, (over(b * tiles, run), over(d, tile.channels)),
+        dscores, dpooled, assign, dkeys, key, product, *(turn or (product,) * 4), dz, n, step, tiles, run, b * tiles,
+        SCORES=dscores is not None, GATED=dpooled is not None, STAGES=tile.stages, **_sizes(product, k, q, tile, turn, step),
     )  # fmt: skip
     return dz
 

@@ -146,7 +146,7 @@ def _memberships(q, centre, token, count, group, SHARPNESS: tl.constexpr, G: tl.
     logits = tl.where(group[None, :] < G, logits, -float("inf"))
     pi = tl.exp2(logits - tl.max(logits, 1)[:, None])
     pi = pi / tl.sum(pi, 1)[:, None]
-    return _rounded(tl.where(token[:, None] < count, pi, 0.0), LOW)
+    return tl.where(token[:, None] < count, pi, 0.0)
 
 
 @triton.jit
@@ -185,169 +185,200 @@ def centres_kernel(
 
 @triton.jit
 def statistics_kernel(
-    projected_ptr, keys_ptr, dupdate_ptr, centre_ptr, sums_ptr, n, span, SHARPNESS: tl.constexpr,
+    projected_ptr, keys_ptr, dupdate_ptr, centre_ptr, pi_ptr, sums_ptr, n, span, SHARPNESS: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, BACKWARD: tl.constexpr,
-    STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, ROW: tl.constexpr,
+    BACKWARD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A row: mass, pi s, pi s^2 and, with `BACKWARD`, beta and alpha of a slope that is dupdate."""
-    channel, key, group = tl.arange(0, CHANNELS), tl.arange(0, KEYS), tl.arange(0, GROUPS)
+    channel, key, group = tl.arange(0, WIDTH), tl.arange(0, KEYS), tl.arange(0, GROUPS)
     place, count = _place(n, span, K)
     projected_ptr += place * P
     dupdate_ptr += place * P
     keys_ptr += place * R
+    pi_ptr += place * G
     centre, _ = _centres(centre_ptr, group, key, G, R)
     mass = tl.zeros((TOKENS, GROUPS), tl.float32)
-    one = tl.zeros((CHANNELS, GROUPS), tl.float32)
-    two, beta, alpha = one, one, one
+    one, two, beta, alpha = (), (), (), ()
+    for _ in tl.static_range(PIECES):
+        zero = tl.zeros((WIDTH, GROUPS), tl.float32)
+        one, two = one + (zero,), two + (zero,)
+        if BACKWARD:
+            beta, alpha = beta + (zero,), alpha + (zero,)
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
         q = _load(keys_ptr, token, count, key, K, R)
-        s = _load(projected_ptr, token, count, channel, K, P)
-        pi = _memberships(q, centre, token, count, group, SHARPNESS, G, LOW)
-        mass += pi
-        wide = s.to(tl.float32)
-        one += _dot(tl.trans(s), pi, LOW)
-        two += _dot(tl.trans(wide * wide), pi, LOW)
+        pi = _memberships(q, centre, token, count, group, SHARPNESS, G, LOW).to(pi_ptr.dtype.element_ty)
+        _store(pi_ptr, pi, token, count, group, K, G)
+        mass += pi.to(tl.float32)
+        before, one, two, beta, alpha = (one, two, beta, alpha), (), (), (), ()
+        for i in tl.static_range(PIECES):
+            s = _load(projected_ptr, token, count, channel + i * WIDTH, K, P)
+            wide = s.to(tl.float32)
+            one += (before[0][i] + _dot(tl.trans(s), pi, LOW),)
+            two += (before[1][i] + _dot(tl.trans(wide * wide), pi, LOW),)
+            if BACKWARD:
+                dupdate = _load(dupdate_ptr, token, count, channel + i * WIDTH, K, P)
+                beta += (before[2][i] + _dot(tl.trans(dupdate), pi, LOW),)
+                alpha += (before[3][i] + _dot(tl.trans(dupdate.to(tl.float32) * wide), pi, LOW),)
+    _leave(sums_ptr, tl.sum(mass, 0)[None, :], 0, group, tl.arange(0, 1), G, 1, ROW)
+    for i in tl.static_range(PIECES):
+        _leave(sums_ptr, one[i], 1, group, channel + i * WIDTH, G, P, ROW)
+        _leave(sums_ptr, two[i], 1 + P, group, channel + i * WIDTH, G, P, ROW)
         if BACKWARD:
-            dupdate = _load(dupdate_ptr, token, count, channel, K, P)
-            beta += _dot(tl.trans(dupdate), pi, LOW)
-            alpha += _dot(tl.trans(dupdate.to(tl.float32) * wide), pi, LOW)
-    _leave(sums_ptr, tl.sum(mass, 0)[None, :], 0, group, tl.arange(0, 1), G, 1, WIDTH)
-    _leave(sums_ptr, one, 1, group, channel, G, P, WIDTH)
-    _leave(sums_ptr, two, 1 + P, group, channel, G, P, WIDTH)
-    if BACKWARD:
-        _leave(sums_ptr, beta, 1 + 2 * P, group, channel, G, P, WIDTH)
-        _leave(sums_ptr, alpha, 1 + 3 * P, group, channel, G, P, WIDTH)
+            _leave(sums_ptr, beta[i], 1 + 2 * P, group, channel + i * WIDTH, G, P, ROW)
+            _leave(sums_ptr, alpha[i], 1 + 3 * P, group, channel + i * WIDTH, G, P, ROW)
+
+
+@triton.jit
+def _pulls(
+    sums_ptr, w_ptr, t_ptr, group, channel,
+    G: tl.constexpr, P: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """t a and t a mu of every piece, (groups, channels): what memberships are multiplied by."""
+    into_a, into_low = (), ()
+    for i in tl.static_range(PIECES):
+        _, mean, _, a = _means(sums_ptr, tl.load(w_ptr + tl.program_id(0)), group, channel + i * WIDTH, G, P, ROW)
+        a = _rounded(tl.load(t_ptr + tl.program_id(0)) * a, LOW)
+        into_a, into_low = into_a + (tl.trans(a),), into_low + (tl.trans(a * mean),)
+    return into_a, into_low
 
 
 @triton.jit
 def update_kernel(
-    projected_ptr, keys_ptr, centre_ptr, sums_ptr, w_ptr, t_ptr, update_ptr, n, span, SHARPNESS: tl.constexpr,
-    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, LOW: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
+    projected_ptr, pi_ptr, sums_ptr, w_ptr, t_ptr, update_ptr, n, span,
+    K: tl.constexpr, P: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, GROUPS: tl.constexpr, ROW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    channel, key, group = tl.arange(0, CHANNELS), tl.arange(0, KEYS), tl.arange(0, GROUPS)
+    channel, group = tl.arange(0, WIDTH), tl.arange(0, GROUPS)
     place, count = _place(n, span, K)
     projected_ptr += place * P
     update_ptr += place * P
-    keys_ptr += place * R
-    centre, _ = _centres(centre_ptr, group, key, G, R)
-    _, mean, _, a = _means(sums_ptr, tl.load(w_ptr + tl.program_id(0)), group, channel, G, P, WIDTH)
-    a = _rounded(tl.load(t_ptr + tl.program_id(0)) * a, LOW)
-    into_low, into_a = tl.trans(a * mean), tl.trans(a)
+    pi_ptr += place * G
+    into_a, into_low = _pulls(sums_ptr, w_ptr, t_ptr, group, channel, G, P, ROW, WIDTH, PIECES, LOW)
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
-        q = _load(keys_ptr, token, count, key, K, R)
-        pi = _memberships(q, centre, token, count, group, SHARPNESS, G, LOW)
-        update = _fine_dot(pi, into_low, LOW)
-        if MODE != NO_OWN:
-            alpha = _dot(pi, into_a, LOW)
-            update -= alpha * _load(projected_ptr, token, count, channel, K, P).to(tl.float32)
-            if MODE == PROXIMAL:
-                update /= 1.0 + alpha
-        _store(update_ptr, update, token, count, channel, K, P)
+        pi = _load(pi_ptr, token, count, group, K, G)
+        for i in tl.static_range(PIECES):
+            update = _fine_dot(pi, into_low[i], LOW)
+            if MODE != NO_OWN:
+                alpha = _dot(pi, into_a[i], LOW)
+                update -= alpha * _load(projected_ptr, token, count, channel + i * WIDTH, K, P).to(tl.float32)
+                if MODE == PROXIMAL:
+                    update /= 1.0 + alpha
+            _store(update_ptr, update, token, count, channel + i * WIDTH, K, P)
 
 
 @triton.jit
 def implicit_kernel(
-    projected_ptr, keys_ptr, dupdate_ptr, centre_ptr, sums_ptr, made_ptr, w_ptr, t_ptr, n, span, SHARPNESS: tl.constexpr,
-    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    projected_ptr, pi_ptr, dupdate_ptr, sums_ptr, made_ptr, w_ptr, t_ptr, n, span,
+    K: tl.constexpr, P: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, GROUPS: tl.constexpr, ROW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """beta and alpha of the proximal step, into the rows that `statistics_kernel` made."""
-    channel, key, group = tl.arange(0, CHANNELS), tl.arange(0, KEYS), tl.arange(0, GROUPS)
+    channel, group = tl.arange(0, WIDTH), tl.arange(0, GROUPS)
     place, count = _place(n, span, K)
     projected_ptr += place * P
     dupdate_ptr += place * P
-    keys_ptr += place * R
-    centre, _ = _centres(centre_ptr, group, key, G, R)
-    _, mean, _, a = _means(sums_ptr, tl.load(w_ptr + tl.program_id(0)), group, channel, G, P, WIDTH)
-    a = _rounded(tl.load(t_ptr + tl.program_id(0)) * a, LOW)
-    into_low, into_a = tl.trans(a * mean), tl.trans(a)
-    beta = tl.zeros((CHANNELS, GROUPS), tl.float32)
-    alpha = beta
+    pi_ptr += place * G
+    into_a, into_low = _pulls(sums_ptr, w_ptr, t_ptr, group, channel, G, P, ROW, WIDTH, PIECES, LOW)
+    beta, alpha = (), ()
+    for _ in tl.static_range(PIECES):
+        zero = tl.zeros((WIDTH, GROUPS), tl.float32)
+        beta, alpha = beta + (zero,), alpha + (zero,)
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
-        q = _load(keys_ptr, token, count, key, K, R)
-        s = _load(projected_ptr, token, count, channel, K, P).to(tl.float32)
-        dupdate = _load(dupdate_ptr, token, count, channel, K, P).to(tl.float32)
-        pi = _memberships(q, centre, token, count, group, SHARPNESS, G, LOW)
-        share = _dot(pi, into_a, LOW)
-        slope = dupdate / (1.0 + share)
-        beta += _dot(tl.trans(slope), pi, LOW)
-        moved = s + (_fine_dot(pi, into_low, LOW) - share * s) / (1.0 + share)
-        alpha += _dot(tl.trans(slope * moved), pi, LOW)
-    _leave(made_ptr, beta, 1 + 2 * P, group, channel, G, P, WIDTH)
-    _leave(made_ptr, alpha, 1 + 3 * P, group, channel, G, P, WIDTH)
+        pi = _load(pi_ptr, token, count, group, K, G)
+        before, beta, alpha = (beta, alpha), (), ()
+        for i in tl.static_range(PIECES):
+            s = _load(projected_ptr, token, count, channel + i * WIDTH, K, P).to(tl.float32)
+            dupdate = _load(dupdate_ptr, token, count, channel + i * WIDTH, K, P).to(tl.float32)
+            share = _dot(pi, into_a[i], LOW)
+            slope = dupdate / (1.0 + share)
+            beta += (before[0][i] + _dot(tl.trans(slope), pi, LOW),)
+            moved = s + (_fine_dot(pi, into_low[i], LOW) - share * s) / (1.0 + share)
+            alpha += (before[1][i] + _dot(tl.trans(slope * moved), pi, LOW),)
+    for i in tl.static_range(PIECES):
+        _leave(made_ptr, beta[i], 1 + 2 * P, group, channel + i * WIDTH, G, P, ROW)
+        _leave(made_ptr, alpha[i], 1 + 3 * P, group, channel + i * WIDTH, G, P, ROW)
 
 
 @triton.jit
 def pull_kernel(
-    projected_ptr, keys_ptr, dupdate_ptr, centre_ptr, sums_ptr, w_ptr, t_ptr, dq_ptr, update_ptr, dcentre_ptr, dw_ptr, dt_ptr,
-    n, span, SHARPNESS: tl.constexpr,
+    projected_ptr, keys_ptr, dupdate_ptr, centre_ptr, pi_ptr, sums_ptr, w_ptr, t_ptr, dq_ptr, update_ptr, dcentre_ptr,
+    dw_ptr, dt_ptr, n, span, SHARPNESS: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, LOW: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-    WANTED: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr,
+    ROW: tl.constexpr, WANTED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq is dkeys without what the centres ask, float32: so small a share would be lost in 16 bits."""
-    channel, key, group = tl.arange(0, CHANNELS), tl.arange(0, KEYS), tl.arange(0, GROUPS)
+    channel, key, group = tl.arange(0, WIDTH), tl.arange(0, KEYS), tl.arange(0, GROUPS)
     place, count = _place(n, span, K)
     projected_ptr += place * P
     dupdate_ptr += place * P
     update_ptr += place * P
     keys_ptr += place * R
+    pi_ptr += place * G
     dq_ptr += place * R
     w, t = tl.load(w_ptr + tl.program_id(0)), tl.load(t_ptr + tl.program_id(0))
     centre, _ = _centres(centre_ptr, group, key, G, R)
-    per_mass, mean, spread, a = _means(sums_ptr, w, group, channel, G, P, WIDTH)
-    beta = _row(sums_ptr, 1 + 2 * P, group, channel, G, P, WIDTH)
-    alpha = _row(sums_ptr, 1 + 3 * P, group, channel, G, P, WIDTH)
-    if MODE == NO_OWN:
-        alpha = tl.zeros_like(alpha)
-    bent = t * a * a * (mean * beta - alpha)
+    constant, dw, dt = tl.zeros((GROUPS,), tl.float32), 0.0, 0.0
+    into_e, into_f, into_a, into_low, squares, straight, own, given = (), (), (), (), (), (), (), ()
+    for i in tl.static_range(PIECES):
+        at = channel + i * WIDTH
+        per_mass, mean, spread, a = _means(sums_ptr, w, group, at, G, P, ROW)
+        beta = _row(sums_ptr, 1 + 2 * P, group, at, G, P, ROW)
+        alpha = tl.zeros_like(beta)
+        if MODE != NO_OWN:
+            alpha = _row(sums_ptr, 1 + 3 * P, group, at, G, P, ROW)
+        bent = t * a * a * (mean * beta - alpha)
+        dw -= tl.sum(spread * bent)
+        dt += tl.sum(a * (mean * beta - alpha))
+        e = _rounded(-w * bent * per_mass, LOW)
+        dmean = t * a * beta * per_mass
+        f = dmean - 2.0 * e * mean
+        constant += tl.sum(e * (mean * mean - spread) - mean * dmean, 0)
+        pulls = _rounded(t * a, LOW)
+        into_e, into_f = into_e + (tl.trans(2.0 * e),), into_f + (tl.trans(f),)
+        into_a, into_low = into_a + (tl.trans(pulls),), into_low + (tl.trans(pulls * mean),)
+        squares, straight = squares + (_centred(e, group, G),), straight + (_centred(f, group, G),)
+        own, given = own + (_centred(t * a, group, G),), given + (_centred(t * a * mean, group, G),)
     if tl.program_id(1) == 0:
-        tl.store(dw_ptr + tl.program_id(0), -tl.sum(spread * bent))
-        tl.store(dt_ptr + tl.program_id(0), tl.sum(a * (mean * beta - alpha)))
-    e = _rounded(-w * bent * per_mass, LOW)
-    dmean = t * a * beta * per_mass
-    f = dmean - 2.0 * e * mean
-    constant = tl.sum(e * (mean * mean - spread) - mean * dmean, 0)
+        tl.store(dw_ptr + tl.program_id(0), dw)
+        tl.store(dt_ptr + tl.program_id(0), dt)
     constant -= tl.sum(constant, 0) / G
-    pulls = _rounded(t * a, LOW)
-    into_e, into_f, into_a, into_low = tl.trans(2.0 * e), tl.trans(f), tl.trans(pulls), tl.trans(pulls * mean)
-    e, f, own, given = _centred(e, group, G), _centred(f, group, G), _centred(t * a, group, G), _centred(t * a * mean, group, G)
     into_q, dcentre = tl.trans(SHARPNESS * centre), tl.zeros((KEYS, GROUPS), tl.float32)
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
-        q = _load(keys_ptr, token, count, key, K, R)
-        s = _load(projected_ptr, token, count, channel, K, P).to(tl.float32)
-        dupdate = _load(dupdate_ptr, token, count, channel, K, P).to(tl.float32)
-        pi = _memberships(q, centre, token, count, group, SHARPNESS, G, LOW)
-        slope, moved = dupdate, s
-        if MODE == NO_OWN:
-            if WANTED:
-                _store(update_ptr, _fine_dot(pi, into_low, LOW), token, count, channel, K, P)
-        else:
-            share = _dot(pi, into_a, LOW)
-            if WANTED or MODE == PROXIMAL:
-                update = _fine_dot(pi, into_low, LOW) - share * s
-                if MODE == PROXIMAL:
-                    damp = 1.0 / (1.0 + share)
-                    update, slope = update * damp, slope * damp
-                    moved = s + update
+        pi = _load(pi_ptr, token, count, group, K, G)
+        dpi = tl.zeros((TOKENS, GROUPS), tl.float32) + constant[None, :]
+        for i in tl.static_range(PIECES):
+            s = _load(projected_ptr, token, count, channel + i * WIDTH, K, P).to(tl.float32)
+            dupdate = _load(dupdate_ptr, token, count, channel + i * WIDTH, K, P).to(tl.float32)
+            slope, moved = dupdate, s
+            if MODE == NO_OWN:
                 if WANTED:
-                    _store(update_ptr, update, token, count, channel, K, P)
-        ds = s * _dot(pi, into_e, LOW) + _fine_dot(pi, into_f, LOW)
-        dpi = _dot(slope, given, LOW) + _dot(s * s, e, LOW) + _dot(s, f, LOW) + constant[None, :]
-        if MODE != NO_OWN:
-            ds -= slope * share
-            dpi -= _dot(slope * moved, own, LOW)
-        _store(dupdate_ptr, ds, token, count, channel, K, P)  # in its place: nobody reads this tile again
+                    _store(update_ptr, _fine_dot(pi, into_low[i], LOW), token, count, channel + i * WIDTH, K, P)
+            else:
+                share = _dot(pi, into_a[i], LOW)
+                if WANTED or MODE == PROXIMAL:
+                    update = _fine_dot(pi, into_low[i], LOW) - share * s
+                    if MODE == PROXIMAL:
+                        damp = 1.0 / (1.0 + share)
+                        update, slope = update * damp, slope * damp
+                        moved = s + update
+                    if WANTED:
+                        _store(update_ptr, update, token, count, channel + i * WIDTH, K, P)
+            ds = s * _dot(pi, into_e[i], LOW) + _fine_dot(pi, into_f[i], LOW)
+            dpi += _dot(slope, given[i], LOW) + _dot(s * s, squares[i], LOW) + _dot(s, straight[i], LOW)
+            if MODE != NO_OWN:
+                ds -= slope * share
+                dpi -= _dot(slope * moved, own[i], LOW)
+            _store(dupdate_ptr, ds, token, count, channel + i * WIDTH, K, P)  # in its place: nobody reads this tile again
+        pi = pi.to(tl.float32)
         mean_dpi = tl.sum(pi * dpi, 1) / tl.maximum(tl.sum(pi, 1), 0.5)  # rounded pi sum to 1 nearly; to 0 beyond the end
         dlogits = pi * (dpi - mean_dpi[:, None])
-        dcentre += _dot(tl.trans(q), dlogits, LOW)
+        dcentre += _dot(tl.trans(_load(keys_ptr, token, count, key, K, R)), dlogits, LOW)
         _store(dq_ptr, _dot(dlogits, into_q, LOW), token, count, key, K, R)
     _leave(dcentre_ptr, SHARPNESS * dcentre, 0, group, key, G, R, R)
 
@@ -382,8 +413,9 @@ class _Sweeps:
         self.n, self.groups, self.rows = n, groups, b * heads
         self.cut = plan.groups(kernel, self.rows, n, d, p, groups, projected.dtype)
         low = 0 if interpreted() else _PRODUCTS[projected.dtype]  # the interpreter's products of bfloat16 are wrong
-        self.few = {"K": heads, "R": r, "G": groups, "LOW": low, "KEYS": _padded(r), "GROUPS": _padded(groups)}
-        self.all = {**self.few, "P": p, "CHANNELS": _padded(p)}
+        width, pieces = plan.pieces_of(p, 16)
+        self.keys = {"K": heads, "R": r, "G": groups, "LOW": low, "KEYS": _padded(r), "GROUPS": _padded(groups)}
+        self.channels = {"K": heads, "P": p, "G": groups, "LOW": low, "WIDTH": width, "PIECES": pieces, "GROUPS": _padded(groups)}
 
     def launch(self, kernel: Any, *tensors: Tensor, **constants: Any) -> None:
         cut = self.cut
@@ -411,13 +443,14 @@ def group_update(
 ) -> tuple[Tensor, Tensor]:
     """`cell`: of each token, -1 before the patches. Also sums of the keys of each cell, and its size: (b heads, g, r + 1)."""
     sweeps = _Sweeps("groups", projected, keys, heads, groups)
-    p, r, update = sweeps.all["P"], sweeps.all["R"], torch.empty_like(projected)
-    centres, sums = sweeps.room(w, r + 1), sweeps.room(w, 1 + 2 * p)
-    sweeps.launch(centres_kernel, keys, cell, centres, **sweeps.few)
-    given = {"SHARPNESS": sharpness, "WIDTH": 1 + 2 * p, **sweeps.all}
+    (b, n, d), r, update = projected.shape, sweeps.keys["R"], torch.empty_like(projected)
+    pi, row = keys.new_empty(b, n, heads * groups), 1 + 2 * d // heads
+    centres, sums = sweeps.room(w, r + 1), sweeps.room(w, row)
+    sweeps.launch(centres_kernel, keys, cell, centres, **sweeps.keys)
     centre = _added(centres)
-    sweeps.launch(statistics_kernel, projected, keys, projected, centre, sums, BACKWARD=False, **given)
-    sweeps.launch(update_kernel, projected, keys, centre, _added(sums), w, t, update, MODE=form, **given)
+    all_ = sweeps.keys | sweeps.channels
+    sweeps.launch(statistics_kernel, projected, keys, projected, centre, pi, sums, SHARPNESS=sharpness, ROW=row, BACKWARD=False, **all_)
+    sweeps.launch(update_kernel, projected, pi, _added(sums), w, t, update, ROW=row, MODE=form, **sweeps.channels)
     return update, centre
 
 
@@ -429,14 +462,17 @@ def group_adjoint(
     """The gradients of keys, w and t, and the update once more, empty where it is not wanted; that of projected is written
     over dupdate. No argument may be called `mode`: torch passes those of an operator that writes by name, beside its own."""
     sweeps = _Sweeps("groups back", projected, keys, heads, centre.shape[1])
-    p, dkeys, dw, dt = sweeps.all["P"], torch.empty_like(keys), torch.empty_like(w), torch.empty_like(t)
+    (b, n, d), r, groups = projected.shape, sweeps.keys["R"], centre.shape[1]
+    dkeys, dw, dt = torch.empty_like(keys), torch.empty_like(w), torch.empty_like(t)
+    pi = dkeys if r == groups else keys.new_empty(b, n, heads * groups)  # the last kernel writes dkeys, and reads no membership
     dq, update = torch.empty_like(keys, dtype=torch.float32), torch.empty_like(projected) if wants_update else w.new_empty(0)
-    sums, dcentre = sweeps.room(w, 1 + 4 * p), sweeps.room(w, sweeps.all["R"])
-    given = {"SHARPNESS": sharpness, "WIDTH": 1 + 4 * p, **sweeps.all}
-    start = (projected, keys, dupdate, centre)
+    row = 1 + 4 * d // heads
+    sums, dcentre = sweeps.room(w, row), sweeps.room(w, r)
+    given = {"SHARPNESS": sharpness, "ROW": row} | sweeps.keys | sweeps.channels
+    start = (projected, keys, dupdate, centre, pi)
     sweeps.launch(statistics_kernel, *start, sums, BACKWARD=form != PROXIMAL.value, **given)
     if form == PROXIMAL.value:
-        sweeps.launch(implicit_kernel, *start, _added(sums), sums, w, t, **given)
+        sweeps.launch(implicit_kernel, projected, pi, dupdate, _added(sums), sums, w, t, ROW=row, **sweeps.channels)
     sweeps.launch(pull_kernel, *start, _added(sums), w, t, dq, update, dcentre, dw, dt, MODE=form, WANTED=wants_update, **given)
-    sweeps.launch(spread_kernel, dq, centre, _added(dcentre), cell, dkeys, **sweeps.few)
+    sweeps.launch(spread_kernel, dq, centre, _added(dcentre), cell, dkeys, **sweeps.keys)
     return dkeys, dw, dt, update
