@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dmst.kernels import plan
 from dmst.kernels.plan import Cut
-from dmst.operators import DMSA
+from dmst.operators import DMSA, GMSA
 
 GROUPS, KEY = 16, 16  # of GMSA
 
@@ -38,8 +38,8 @@ CANDIDATES = {
     "into_tokens keys": candidates((32, 64, 128), (64, 128), (64, 128), (4, 8), (1,)),
     "into_weights": candidates((16, 32, 64), (64, 128), (0,), (2, 4, 8), (1, 2)),
     "into_weights keys": candidates((32, 64), (64, 128), (128,), (4, 8), (1, 2)),
-    "settle": candidates((16, 32, 64, 128), (64, 128), (0,), (2, 4, 8), (1, 2, 3)),
-    "adjoint": candidates((16, 32, 64), (64, 128), (0,), (2, 4, 8), (1, 2, 3)),
+    "settle": candidates((16, 32, 64), (128, 256, 512), (0,), (2, 4, 8), (1, 2, 3)),
+    "adjoint": candidates((8, 16, 32), (128, 256, 512), (0,), (2, 4, 8), (1, 2)),
     "groups": candidates((16, 32, 64), (0,), (0,), (1, 2, 4), (1, 2, 3)),
     "groups back": candidates((16, 32, 64), (0,), (0,), (1, 2, 4), (1, 2)),
 }
@@ -61,11 +61,11 @@ def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cud
     def draw(*shape: int, like: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, device=device, generator=chance).to(like)
 
-    f32, text, q = torch.float32, DMSA(d, k).form.text, k * KEY
+    f32, text, mixed, q = torch.float32, DMSA(d, k).form.text, GMSA(d, k, groups=GROUPS, key_dim=KEY).form.text, k * KEY
     z, other, narrow, keys = draw(b, n, d), draw(b, n, d), draw(b, n, k, like=f32), draw(b, n, q)
     turn = front.tables("1d", z, None)
     assign, key = draw(k, d, like=f32) / d**0.5, draw(q, d) / d**0.5
-    share, gate = draw(b, k, like=f32), draw(b, k, like=f32).square()
+    share, gate, sums = draw(b, k, like=f32), draw(b, k, like=f32).square(), draw(b, 1, k, like=f32)
     moment, divisor = draw(b, k, d // k, like=f32).square(), gate + 1
     cell, pi = torch.arange(n, device=device, dtype=torch.int32) * GROUPS // n, narrow.sigmoid()
     centre = draw(b * k, GROUPS, KEY + 1, like=f32).abs() + 1
@@ -76,10 +76,10 @@ def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cud
         "into_tokens keys": lambda: front.into_tokens(z, None, share, assign, keys, key, *turn),
         "into_weights": lambda: front.into_weights(z, narrow, share, None, *turn),
         "into_weights keys": lambda: front.into_weights(z, None, share, keys, *turn),
-        "settle": lambda: moments.settle(z, pi, gate, None, text),
+        "settle": lambda: moments.settle(z, pi, sums, None, text),
         "adjoint": lambda: adjoint.pull(other, z, pi, moment, gate, divisor, None, text, False, True),
-        "groups": lambda: mixture.group_update(z, keys, cell, gate, gate, k, GROUPS, KEY**-0.5, 0),
-        "groups back": lambda: mixture.group_adjoint(z, keys, cell, centre, gate, gate, other, k, KEY**-0.5, 0, True),
+        "groups": lambda: mixture.group_update(z, keys, cell, sums, None, mixed),
+        "groups back": lambda: mixture.group_adjoint(z, keys, cell, centre, gate, None, other, mixed, True),
     }
 
 

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -21,8 +21,29 @@ from dmst.sparsemax import jacobian_product, sparsemax
 SAVES = ("projected", "nothing")
 
 
+class Choices:
+    """Of a layer. `text` says the same, as an operator's schema can carry it."""
+
+    text: str
+    mode: str
+
+    def __post_init__(self) -> None:
+        choices = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
+        object.__setattr__(self, "text", json.dumps(choices))
+
+    @classmethod
+    @functools.cache
+    def read(cls, text: str) -> Self:
+        return cls(**json.loads(text))
+
+    @property
+    def power(self) -> int:
+        """How often the gate multiplies the update."""
+        return 1 if self.mode == "listing" else 2
+
+
 @dataclass(frozen=True)
-class Form:
+class Form(Choices):
     """The choices of one layer. Defaults are those of the paper's listing. Forms are equal where they compute the same."""
 
     num_heads: int
@@ -39,16 +60,6 @@ class Form:
     normalize_tokens: bool = True  # TSSA's code divides each channel's energy by its sum over tokens
     delta: float = 1e-8  # added to mass where the published code does; 0 means an empty group is guarded instead
     save: str = field(default="projected", compare=False)  # beside z, for the backward pass; nothing: it is computed again
-    text: str = field(init=False, repr=False, compare=False)  # the same choices, as an operator's schema can carry them
-
-    def __post_init__(self) -> None:
-        choices = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        object.__setattr__(self, "text", json.dumps(choices))
-
-    @staticmethod
-    @functools.cache
-    def read(text: str) -> Form:
-        return Form(**json.loads(text))
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         """Of the weights, by their names in `Weights`."""
@@ -61,9 +72,9 @@ class Form:
         return self.gate is not None and self.gate_rotary not in (None, self.rotary)
 
     @property
-    def power(self) -> int:
-        """How often the gate multiplies the update."""
-        return 1 if self.mode == "listing" else 2
+    def gate_choice(self) -> tuple[str, float, int]:
+        """Its name, its scale, and how many heads it leaves at most; 0: all."""
+        return str(self.gate), self.gate_scale, self.max_active_heads or 0
 
 
 class Weights(NamedTuple):

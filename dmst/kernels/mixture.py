@@ -33,14 +33,14 @@ from torch.nn import functional as F
 from dmst import rotary
 from dmst.errors import ShapeError, shown
 from dmst.kernels.arithmetic import add, cast, free, in_place, over, plus, wide
-from dmst.kernels.form import GATE
+from dmst.kernels.form import GATE, Choices
 
 UNIT_SHARPNESS = 8.0  # of the softmax over groups, where keys have length 1
 Grid = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
-class MixtureForm:
+class MixtureForm(Choices):
     """The choices of one layer."""
 
     num_heads: int
@@ -68,9 +68,8 @@ class MixtureForm:
         return UNIT_SHARPNESS if self.normalize_keys else self.key_dim**-0.5
 
     @property
-    def power(self) -> int:
-        """How often the gate multiplies the update."""
-        return 1 if self.mode == "listing" else 2
+    def gate_choice(self) -> tuple[str, float, int]:
+        return str(self.gate), self.gate_scale, 0
 
 
 class MixtureWeights(NamedTuple):

@@ -14,7 +14,9 @@ import torch
 
 STEP = 64  # tokens in one rotary step: a tile that lies within one reads little of the tables
 WARPS = 2048  # about what fills the device: samples are split over programs until these have so many
-WEIGHT_PROGRAMS = 528  # that sum up gradients of weights: each leaves a row of partial sums
+PROGRAMS = {  # of kernels that hold weights: as many as have room at once
+    "into_tokens": 660, "into_tokens keys": 396, "into_weights": 660, "into_weights keys": 264,
+}  # fmt: skip
 MOST_HEADS = 64
 MOST_KEYS = 64  # of GMSA: channels of a key
 MOST_MEANS = 2048  # and groups times channels, both padded: what 99 KiB of shared memory hold
@@ -36,9 +38,9 @@ USUAL: Row = {  # "keys": the same kernel with GMSA's keys
     "front": Cut(32, 64, 0, 2, 2),
     "front keys": Cut(64, 64, 128, 4, 2),
     "into_tokens": Cut(16, 128, 0, 4, 1),
-    "into_tokens keys": Cut(64, 128, 128, 4, 1),
-    "into_weights": Cut(32, 128, 0, 4, 1),
-    "into_weights keys": Cut(32, 128, 128, 4, 1),
+    "into_tokens keys": Cut(64, 64, 128, 4, 1),
+    "into_weights": Cut(16, 128, 0, 4, 1),
+    "into_weights keys": Cut(32, 64, 128, 4, 1),
     "settle": Cut(32, 256, 0, 4, 3),
     "adjoint": Cut(16, 256, 0, 8, 1),
     "groups": Cut(32, 0, 0, 1, 1),
@@ -112,6 +114,26 @@ def pieces_of(p: int, least: int = 8) -> tuple[int, int]:
     """Channels of a piece, a power of two, and pieces of a head: 48 is 3 x 16. What cannot be cut so is one piece, padded."""
     width = p & -p
     return (width, p // width) if width >= least and p // width <= 7 else (max(least, power_of_two(p)), 1)
+
+
+class Share(NamedTuple):
+    """Of all tiles of all samples, what a program takes: `samples` of `some` tiles, `chunks` programs beside each other."""
+
+    programs: int
+    b: int
+    tiles: int
+    samples: int
+    some: int
+    chunks: int
+
+
+def share(kernel: str, b: int, n: int, d: int, tile: Cut) -> Share:
+    """First the samples of one tile, whose angles stay in registers, then further tiles."""
+    tiles = over(n, tile.tokens)
+    run = over(b * tiles, max(1, PROGRAMS[kernel] // over(d, tile.channels)))
+    samples, some = max(1, min(b, run)), max(1, run // max(b, 1))
+    chunks = over(b, samples)
+    return Share(chunks * over(tiles, some), b, tiles, samples, some, chunks)
 
 
 class Split(NamedTuple):

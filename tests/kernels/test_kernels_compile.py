@@ -127,13 +127,12 @@ WRITES = {
     "front_kernel": "out_ptr sum_ptr keys_ptr",
     "into_tokens_kernel": "dz_ptr",
     "into_weights_kernel": "dassign_ptr dkey_ptr",
-    "gate_kernel": "gate_ptr pooled_ptr",
     "gate_adjoint_kernel": "dpooled_ptr",
     "energy_kernel": "out_ptr",
     "energy_adjoint_kernel": "ds_ptr dbias_ptr",
     "centres_kernel": "centre_ptr",
-    "statistics_kernel": "sums_ptr",
-    "update_kernel": "update_ptr",
+    "statistics_kernel": "pi_ptr sums_ptr",
+    "update_kernel": "update_ptr gate_ptr pooled_ptr",
     "spread_kernel": "dkeys_ptr",
 }
 

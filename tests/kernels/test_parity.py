@@ -151,7 +151,7 @@ def test_sizes(size: tuple) -> None:
 WAYS: dict[str, dict[str, Any]] = {
     "a sample is one program": {"WARPS": 1},
     "a sample is many programs": {"WARPS": 10**6},
-    "programs of the scores' adjoint take several tiles": {"WEIGHT_PROGRAMS": 3},
+    "programs of the scores' adjoint take several tiles": {"PROGRAMS": dict.fromkeys(plan.PROGRAMS, 3)},
 }
 
 

@@ -24,22 +24,15 @@ from dmst import rotary
 from dmst.kernels import plan
 from dmst.kernels.choice import interpreted
 from dmst.kernels.fused.launch import flops, launch, op
-from dmst.kernels.fused.turn import places, rotate
+from dmst.kernels.fused.turn import angles, places, rotate
 from dmst.kernels.plan import over, power_of_two
 
 
 @triton.jit
-def _turned(
-    z_ptr, far_cos, far_sin, near_cos, near_sin, row, here, far, near, first,
-    D: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, ROTARY: tl.constexpr,
-):  # fmt: skip
-    """t_n in the channels from `first` on, (tokens, channels), float32."""
-    channel = first + tl.arange(0, CHANNELS)[None, :]
+def _tokens(z_ptr, row, here, channel, D: tl.constexpr, CHANNELS: tl.constexpr):
+    """z_n in some channels, (tokens, channels), float32."""
     real = here if D % CHANNELS == 0 else here & (channel < D)
-    z = tl.load(z_ptr + row * D + channel, mask=real, other=0.0).to(tl.float32)
-    if ROTARY:
-        z = rotate(z, far_cos, far_sin, near_cos, near_sin, far, near, first, D, TOKENS, CHANNELS, False)
-    return z
+    return tl.load(z_ptr + row * D + channel, mask=real, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -96,7 +89,10 @@ def front_kernel(
     keys = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for first in tl.range(0, D, CHANNELS, num_stages=STAGES):
         channel = first + tl.arange(0, CHANNELS)
-        turned = _turned(z_ptr, far_cos, far_sin, near_cos, near_sin, row, here, far, near, first, D, TOKENS, CHANNELS, ROTARY)
+        turned = _tokens(z_ptr, row, here, channel[None, :], D, CHANNELS)
+        if ROTARY:
+            cos, sin = angles(far_cos, far_sin, near_cos, near_sin, far, near, first, D, CHANNELS)
+            turned = rotate(turned, cos, sin, TOKENS, CHANNELS, False)
         if SCORES:
             real = (channel[:, None] < D) & (slot[None, :] % HEADS < K)
             weight = tl.load(assign_ptr + slot[None, :] % HEADS * D + channel[:, None], mask=real, other=0.0).to(tl.float32)
@@ -131,81 +127,108 @@ def front_kernel(
 
 
 @triton.jit
+def _share(b, tiles, samples, some, chunks):
+    """The samples and tiles of this program (`plan.share`)."""
+    sample, tile = (tl.program_id(0) % chunks).to(tl.int64) * samples, tl.program_id(0) // chunks * some
+    return sample, tl.minimum(sample + samples, b), tile, tl.minimum(tile + some, tiles)
+
+
+@triton.jit
+def _add_keys(
+    total, dq_ptr, key_ptr, left, row, here, channel,
+    D: tl.constexpr, Q: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """total + dq A for the columns from `left` on."""
+    column = left + tl.arange(0, COLUMNS)
+    dq = tl.load(dq_ptr + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
+    weight = tl.load(key_ptr + column[:, None] * D + channel, mask=(column[:, None] < Q) & (channel < D), other=0.0)
+    return _dot(dq, weight, total, EXACT)
+
+
+@triton.jit
 def into_tokens_kernel(
     dscores_ptr, dpooled_ptr, assign_ptr, dkeys_ptr, key_ptr, product_ptr, far_cos, far_sin, near_cos, near_sin, dz_ptr,
-    n, step, tiles, run, last_tile,
+    n, step, b, tiles, samples, some, chunks,
     D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, TERMS: tl.constexpr, SLOTS: tl.constexpr, Q: tl.constexpr,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr,
     SCORES: tl.constexpr, GATED: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A run of tiles, some channels: the weights stay where they are."""
+    """Some channels of its tokens. The weights stay where they are, and the angles of a tile for all samples."""
     first = tl.program_id(1) * CHANNELS
     channel, slot = first + tl.arange(0, CHANNELS)[None, :], tl.arange(0, TERMS * SLOTS)
-    if SCORES or GATED:  # slots: leading dl leading assign, rest leading, leading rest, rest rest
-        real = (slot[:, None] % HEADS < K) & (channel < D)
-        assign = tl.load(assign_ptr + slot[:, None] % HEADS * D + channel, mask=real, other=0.0).to(tl.float32)
-        if TERMS == 2:
-            assign = _by_slot(assign, slot[:, None], SLOTS)
-    begin = tl.program_id(0) * run
-    for place in tl.range(begin, tl.minimum(begin + run, last_tile), num_stages=STAGES):
-        sample, tile = (place // tiles).to(tl.int64), place % tiles
+    known = (slot[:, None] % HEADS < K) & (channel < D)
+    if SCORES or GATED:
+        assign_ptr += slot[:, None] % HEADS * D + channel
+        if TERMS == 2:  # slots: leading dl leading assign, rest leading, leading rest, rest rest
+            assign = _by_slot(tl.load(assign_ptr, mask=known, other=0.0).to(tl.float32), slot[:, None], SLOTS)
+    sample_0, sample_1, tile_0, tile_1 = _share(b, tiles, samples, some, chunks)
+    for tile in range(tile_0, tile_1):
         token, far, near = places(tile, n, step, TOKENS, LEVEL)
         here = token < n
-        start, row = sample * n + tile * TOKENS, tl.arange(0, TOKENS)[:, None]
+        row = tl.arange(0, TOKENS)[:, None]
         full = here if D % CHANNELS == 0 else here & (channel < D)
-        product = tl.load(product_ptr + start * D + row * D + channel, mask=full, other=0.0, eviction_policy="evict_first")
-        dturned = tl.zeros((TOKENS, CHANNELS), tl.float32)
-        if SCORES or GATED:
-            dl = _dscores(dscores_ptr, dpooled_ptr, sample, start, row, here, slot[None, :] % HEADS, K, SCORES, GATED)
-            if TERMS == 2:
-                dl = _by_slot(dl, slot[None, :] % SLOTS, HEADS)
-            dturned = _dot(dl, assign, dturned, EXACT)
-        if KEYS:
-            for left in tl.static_range(0, Q, COLUMNS):
-                column = left + tl.arange(0, COLUMNS)
-                dq = tl.load(dkeys_ptr + start * Q + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
-                weight = tl.load(key_ptr + column[:, None] * D + channel, mask=(column[:, None] < Q) & (channel < D), other=0.0)
-                dturned = _dot(dq, weight, dturned, EXACT)
         if ROTARY:
-            dturned = rotate(dturned, far_cos, far_sin, near_cos, near_sin, far, near, first, D, TOKENS, CHANNELS, True)
-        dz = product.to(tl.float32) + dturned
-        tl.store(dz_ptr + start * D + row * D + channel, dz.to(dz_ptr.dtype.element_ty), mask=full)
+            cos, sin = angles(far_cos, far_sin, near_cos, near_sin, far, near, first, D, CHANNELS)
+        for sample in tl.range(sample_0, sample_1, num_stages=STAGES):
+            start = sample * n + tile * TOKENS
+            product = tl.load(product_ptr + start * D + row * D + channel, mask=full, other=0.0, eviction_policy="evict_first")
+            dturned = tl.zeros((TOKENS, CHANNELS), tl.float32)
+            if SCORES or GATED:
+                dl = _dscores(dscores_ptr, dpooled_ptr, sample, start, row, here, slot[None, :] % HEADS, K, SCORES, GATED)
+                if TERMS == 2:
+                    dturned = _dot(_by_slot(dl, slot[None, :] % SLOTS, HEADS), assign, dturned, EXACT)
+                else:  # exact products would keep the weights in registers
+                    dturned = _dot(dl, tl.load(assign_ptr, mask=known, other=0.0).to(tl.float32), dturned, EXACT)
+            if KEYS:
+                dq_ptr = dkeys_ptr + start * Q
+                if Q <= COLUMNS:
+                    dturned = _add_keys(dturned, dq_ptr, key_ptr, 0, row, here, channel, D, Q, COLUMNS, EXACT)
+                else:
+                    for left in tl.range(0, Q, COLUMNS, num_stages=2):
+                        dturned = _add_keys(dturned, dq_ptr, key_ptr, left, row, here, channel, D, Q, COLUMNS, EXACT)
+            if ROTARY:
+                dturned = rotate(dturned, cos, sin, TOKENS, CHANNELS, True)
+            dz = product.to(tl.float32) + dturned
+            tl.store(dz_ptr + start * D + row * D + channel, dz.to(dz_ptr.dtype.element_ty), mask=full)
 
 
 @triton.jit
 def into_weights_kernel(
     z_ptr, far_cos, far_sin, near_cos, near_sin, dscores_ptr, dpooled_ptr, dkeys_ptr, dassign_ptr, dkey_ptr,
-    n, step, tiles, run, last_tile,
+    n, step, b, tiles, samples, some, chunks,
     D: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, TERMS: tl.constexpr, SLOTS: tl.constexpr, Q: tl.constexpr,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, ROTARY: tl.constexpr, LEVEL: tl.constexpr,
     SCORES: tl.constexpr, GATED: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A run of tiles, some channels and, of the keys, some columns; the first of these programs has `assign`."""
+    """Some channels of its tokens and, of the keys, some columns; the first of these programs has `assign`."""
     slot, column = tl.arange(0, SLOTS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    first = tl.program_id(1) * CHANNELS
+    channel = first + tl.arange(0, CHANNELS)
     dassign = tl.zeros((SLOTS, CHANNELS), tl.float32)
     dkey = tl.zeros((CHANNELS, COLUMNS), tl.float32)
-    begin = tl.program_id(0) * run
-    for at in tl.range(begin, tl.minimum(begin + run, last_tile), num_stages=STAGES):
-        sample, tile = (at // tiles).to(tl.int64), at % tiles
+    sample_0, sample_1, tile_0, tile_1 = _share(b, tiles, samples, some, chunks)
+    for tile in range(tile_0, tile_1):
         token, far, near = places(tile, n, step, TOKENS, LEVEL)
         here = token < n
-        start, row = sample * n + tile * TOKENS, tl.arange(0, TOKENS)[:, None]
-        turned = _turned(
-            z_ptr + start * D, far_cos, far_sin, near_cos, near_sin, row, here, far, near, tl.program_id(1) * CHANNELS,
-            D, TOKENS, CHANNELS, ROTARY,
-        )  # fmt: skip
-        if SCORES or GATED:
-            dl = _dscores(dscores_ptr, dpooled_ptr, sample, start, row, here, slot[None, :] % HEADS, K, SCORES, GATED)
-            if TERMS == 1:
-                dassign = _dot(tl.trans(dl), turned, dassign, EXACT)
-            else:
-                dl, lead = tl.trans(_by_slot(dl, slot[None, :], HEADS)), _lead(turned)
-                dassign = _dot(dl, lead.to(tl.bfloat16), dassign, EXACT)
-                dassign = _dot(dl, (turned - lead).to(tl.bfloat16), dassign, EXACT)
-        if KEYS:
-            dq = tl.load(dkeys_ptr + start * Q + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
-            dkey = _dot(tl.trans(turned.to(dq.dtype)), dq, dkey, EXACT)
+        row = tl.arange(0, TOKENS)[:, None]
+        if ROTARY:
+            cos, sin = angles(far_cos, far_sin, near_cos, near_sin, far, near, first, D, CHANNELS)
+        for sample in tl.range(sample_0, sample_1, num_stages=STAGES):
+            start = sample * n + tile * TOKENS
+            turned = _tokens(z_ptr + start * D, row, here, channel[None, :], D, CHANNELS)
+            if ROTARY:
+                turned = rotate(turned, cos, sin, TOKENS, CHANNELS, False)
+            if SCORES or GATED:
+                dl = _dscores(dscores_ptr, dpooled_ptr, sample, start, row, here, slot[None, :] % HEADS, K, SCORES, GATED)
+                if TERMS == 1:
+                    dassign = _dot(tl.trans(dl), turned, dassign, EXACT)
+                else:
+                    dl, lead = tl.trans(_by_slot(dl, slot[None, :], HEADS)), _lead(turned)
+                    dassign = _dot(dl, lead.to(tl.bfloat16), dassign, EXACT)
+                    dassign = _dot(dl, (turned - lead).to(tl.bfloat16), dassign, EXACT)
+            if KEYS:
+                dq = tl.load(dkeys_ptr + start * Q + row * Q + column[None, :], mask=here & (column[None, :] < Q), other=0.0)
+                dkey = _dot(tl.trans(turned.to(dq.dtype)), dq, dkey, EXACT)
     part = tl.program_id(0).to(tl.int64)
     if (SCORES or GATED) and tl.program_id(2) == 0:
         head = tl.arange(0, HEADS)
@@ -231,8 +254,8 @@ def _sizes(like: Tensor, assign: int, key: int, tile: plan.Cut, turn: list[Tenso
     terms, heads = 1 if wide else 2, max(16 if wide else 8, power_of_two(assign))
     return {
         "D": like.shape[-1], "K": assign, "HEADS": heads, "TERMS": terms, "SLOTS": terms * heads, "Q": key,
-        "COLUMNS": tile.columns, "TOKENS": tile.tokens, "CHANNELS": tile.channels, "ROTARY": turned,
-        "LEVEL": turned and step % tile.tokens == 0, "KEYS": key > 0, "EXACT": wide or interpreted(), "num_warps": tile.warps,
+        "COLUMNS": tile.columns, "TOKENS": tile.tokens, "CHANNELS": tile.channels, "KEYS": key > 0, "ROTARY": turned,
+        "LEVEL": turned and step % tile.tokens == 0, "EXACT": wide or interpreted(), "num_warps": tile.warps,
     }  # fmt: skip
 
 
@@ -266,13 +289,14 @@ def into_tokens(
 ) -> Tensor:  # fmt: skip
     """dz (b, n, d) from dS U^T, dscores (b, n, k), dpooled (b, k), each token's share of the gate, and dkeys (b, n, q)."""
     (b, n, d), k, q = product.shape, 0 if assign is None else assign.shape[0], 0 if key is None else key.shape[0]
-    tile = plan.cut("into_tokens keys" if q else "into_tokens", d, product.dtype, q)
-    tiles, dz = over(n, tile.tokens), torch.empty_like(product)
-    run = over(b * tiles, max(1, plan.WEIGHT_PROGRAMS * 2 // over(d, tile.channels)))
+    kernel = "into_tokens keys" if q else "into_tokens"
+    tile = plan.cut(kernel, d, product.dtype, q)
+    dz, sizes = torch.empty_like(product), _sizes(product, k, q, tile, turn, step)
+    share = plan.share(kernel, b, n, d, tile)
     launch(
-        into_tokens_kernel, (over(b * tiles, run), over(d, tile.channels)),
-        dscores, dpooled, assign, dkeys, key, product, *(turn or (product,) * 4), dz, n, step, tiles, run, b * tiles,
-        SCORES=dscores is not None, GATED=dpooled is not None, STAGES=tile.stages, **_sizes(product, k, q, tile, turn, step),
+        into_tokens_kernel, (share.programs, over(d, tile.channels)),
+        dscores, dpooled, assign, dkeys, key, product, *(turn or (product,) * 4), dz, n, step, *share[1:],
+        SCORES=dscores is not None, GATED=dpooled is not None, STAGES=tile.stages, **sizes,
     )  # fmt: skip
     return dz
 
@@ -284,16 +308,14 @@ def into_weights(
     """Partial sums of the gradients of `assign` (rows, k, d) and of the keys' weight (rows, q, d)."""
     (b, n, d), q = z.shape, 0 if dkeys is None else dkeys.shape[-1]
     given = dpooled if dscores is None else dscores
-    k, tile = 0 if given is None else given.shape[-1], plan.cut("into_weights keys" if q else "into_weights", d, z.dtype, q)
-    tiles, sizes = over(n, tile.tokens), _sizes(z, k, q, tile, turn, step)
-    programs = plan.WEIGHT_PROGRAMS // (2 if q else 1)  # with keys a program fills the registers of half a multiprocessor
-    run = over(b * tiles, max(1, programs // over(d, tile.channels)))
-    rows = over(b * tiles, run)
-    dassign = torch.empty(rows, k, d, device=z.device, dtype=torch.float32)
-    dkey = torch.empty(rows, q, d, device=z.device, dtype=torch.float32)
+    k, kernel = 0 if given is None else given.shape[-1], "into_weights keys" if q else "into_weights"
+    tile = plan.cut(kernel, d, z.dtype, q)
+    sizes, share = _sizes(z, k, q, tile, turn, step), plan.share(kernel, b, n, d, tile)
+    dassign = torch.empty(share.programs, k, d, device=z.device, dtype=torch.float32)
+    dkey = torch.empty(share.programs, q, d, device=z.device, dtype=torch.float32)
     launch(
-        into_weights_kernel, (rows, over(d, tile.channels), max(1, over(q, sizes["COLUMNS"]))),
-        z, *(turn or (z,) * 4), dscores, dpooled, dkeys, dassign, dkey, n, step, tiles, run, b * tiles,
+        into_weights_kernel, (share.programs, over(d, tile.channels), max(1, over(q, sizes["COLUMNS"]))),
+        z, *(turn or (z,) * 4), dscores, dpooled, dkeys, dassign, dkey, n, step, *share[1:],
         SCORES=dscores is not None, GATED=dpooled is not None, STAGES=tile.stages, **sizes,
     )  # fmt: skip
     return dassign, dkey

@@ -1,4 +1,4 @@
-"""The gate of each sample, k numbers, and its pullback: the tables of `form.GATE`, as kernels.
+"""The gate of each sample, k numbers, and its pullback: the tables of `form.GATE`, in registers.
 
 pooled_k = score_sum_k / n        gate_k = scale * activation_k(pooled)        dpooled_k = pullback(scale dgate)_k / n
 sparsemax: with s -= max(s),  tau = max_j (sum of the s_i >= s_j, less 1) / (how many they are),  gate = max(s - tau, 0)
@@ -6,6 +6,8 @@ its pullback: the mean over the support is taken out
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -15,6 +17,7 @@ from torch import Tensor
 from dmst.kernels.fused.launch import launch, op
 from dmst.kernels.plan import power_of_two
 
+MOST_ROWS = 128  # that a program adds up for itself
 GATES = {"sparsemax": 1, "sigmoid": 2, "relu": 3, "gelu": 4, "uniform": 5}
 SPARSEMAX: tl.constexpr = tl.constexpr(1)
 SIGMOID: tl.constexpr = tl.constexpr(2)
@@ -82,19 +85,26 @@ def pull_back(grad, pooled, heads, K: tl.constexpr, GATE: tl.constexpr, ACTIVE: 
 
 
 @triton.jit
-def gate_kernel(
-    sum_ptr, gate_ptr, pooled_ptr, n, tiles,
+def opened(
+    sums_ptr, sample, n, tiles,
     scale: tl.constexpr, K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    sample, head = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
+    """Pooled scores and gate of all heads of a sample (ALL), from sums of its scores (b, tiles, k)."""
+    head = tl.arange(0, ALL)
     total = tl.zeros((ROWS, ALL), tl.float32)
     for first in range(0, tiles, ROWS):
         which = first + tl.arange(0, ROWS)
         real = (which[:, None] < tiles) & (head[None, :] < K)
-        total += tl.load(sum_ptr + (sample * tiles + which[:, None]) * K + head[None, :], mask=real, other=0.0)
+        total += tl.load(sums_ptr + (sample * tiles + which[:, None]) * K + head[None, :], mask=real, other=0.0)
     pooled = tl.sum(total, 0) / tl.maximum(n * 1.0, 1.0)
-    tl.store(pooled_ptr + sample * K + head, pooled, mask=head < K)
-    tl.store(gate_ptr + sample * K + head, scale * activate(pooled, head, K, GATE, ACTIVE), mask=head < K)
+    return pooled, scale * activate(pooled, head, K, GATE, ACTIVE)
+
+
+@triton.jit
+def of_heads(x, heads):
+    """Of numbers (ALL), those of these heads."""
+    every = tl.arange(0, x.shape[0])
+    return tl.sum(tl.where(heads[:, None] == every[None, :], x[None, :], 0.0), 1)
 
 
 @triton.jit
@@ -109,19 +119,20 @@ def gate_adjoint_kernel(
     tl.store(dpooled_ptr + sample * K + head, pulled / (n * 1.0), mask=head < K)
 
 
-@op()
-def open_gate(sums: Tensor, n: int, gate_name: str, scale: float, active: int) -> tuple[Tensor, Tensor]:
-    """Gate and pooled scores (b, k), from sums (b, tiles, k) of the scores of n tokens; `active`: heads at most, 0: all."""
-    b, tiles, k = sums.shape
-    gate = torch.empty(b, k, device=sums.device, dtype=torch.float32)
-    pooled = torch.empty_like(gate)
-    rows = min(8192 // power_of_two(k), next((rows for rows in (16, 128) if tiles <= rows), 1024))
-    launch(
-        gate_kernel, (b,), sums, gate, pooled, n, tiles,
-        scale=scale, K=k, ALL=power_of_two(k), GATE=GATES[gate_name], ACTIVE=active, ROWS=rows,
-        num_warps=1 if rows * power_of_two(k) <= 2048 else 4,
-    )  # fmt: skip
-    return gate, pooled
+def sizes(sums: Tensor | None, gate_name: str, scale: float, active: int) -> tuple[Tensor | None, dict[str, Any]]:
+    """The sums that `opened` reads, few rows of them, and its constants; `active`: heads at most, 0: all."""
+    if sums is None:
+        return None, {"scale": 1.0, "ALL": 1, "GATE": 0, "ACTIVE": 0, "ROWS": 1}
+    if sums.shape[1] > MOST_ROWS:
+        sums = sums.sum(1, keepdim=True)
+    every = power_of_two(sums.shape[2])
+    return sums, {
+        "scale": scale,
+        "ALL": every,
+        "GATE": GATES[gate_name],
+        "ACTIVE": active,
+        "ROWS": max(1, min(16, 512 // every)),
+    }
 
 
 @op()

@@ -1,14 +1,16 @@
 """GMSA between its projections, forward and backward, with memberships made again wherever they are needed.
 
-    group_update     projected (b, n, k p), keys (b, n, k r), w = g^2 and t (b, k)   ->  update (b, n, k p), centres
-    group_adjoint    the same, centres and dupdate   ->  the gradients of keys, w and t; that of projected over dupdate
+    group_update     projected (b, n, k p), keys (b, n, k r), sums of scores   ->  update (b, n, k p), centres, gate
+    group_adjoint    projected, keys, centres, gate g and dupdate   ->  the gradients of keys, gate and theta; that of
+                     projected is written over dupdate
 
-t multiplies the pull: g (listing), g^2 (equation), theta g^2 (proximal). Forward the formulas are those of
-`kernels/mixture.py`. Backward, P being the matrix of the means of cells:
+w = g^2 multiplies the spread, t the pull: g (listing), g^2 (equation), theta g^2 (proximal). Forward the formulas are those
+of `kernels/mixture.py`. Backward, P being the matrix of the means of cells:
 
     slope = dupdate, moved = s               proximal: slope = dupdate/(1 + t pi a), moved = s + update
     beta = sum_n pi slope    alpha = sum_n pi slope moved    B = mu beta - alpha
     dt = sum a B             dw = -t sum V a^2 B             V does not move with mu: it is least there
+    dg = 2 g dw + dt | 2 g (dw + dt) | 2 g (dw + theta dt)   dtheta = g^2 dt
     e = -w t a^2 B/m         f = t a beta/m - 2 e mu         const = sum_i e (mu^2 - V) - t a beta mu/m
     dS = 2 s (pi e) + pi f - slope (pi t a)
     dpi = slope (t a mu) - slope moved (t a) + s^2 e + s f + const             without own: no moved, no dS by slope
@@ -41,10 +43,11 @@ from torch import Tensor
 
 from dmst.kernels import plan
 from dmst.kernels.choice import interpreted
+from dmst.kernels.fused.core import LISTING, MODES, PROXIMAL
+from dmst.kernels.fused.gate import opened, sizes
 from dmst.kernels.fused.launch import launch, op
+from dmst.kernels.mixture import MixtureForm
 
-NO_OWN: tl.constexpr = tl.constexpr(1)
-PROXIMAL: tl.constexpr = tl.constexpr(2)
 TF32: tl.constexpr = tl.constexpr(1)
 BF16: tl.constexpr = tl.constexpr(2)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -160,6 +163,22 @@ def _means(sums_ptr, w, group, channel, G: tl.constexpr, P: tl.constexpr, WIDTH:
     return per, mean, spread, 1.0 / (1.0 + w * spread)
 
 
+@triton.jit
+def _strengths(gate, theta_ptr, K: tl.constexpr, THETAS: tl.constexpr, MODE: tl.constexpr):
+    """w, t and theta of this image and head; `THETAS`: 1 for all, or one for each head."""
+    w, theta = gate * gate, 1.0
+    if MODE == PROXIMAL:
+        theta = tl.load(theta_ptr + tl.program_id(0) % K % THETAS).to(tl.float32)
+    return w, gate if MODE == LISTING else theta * w, theta
+
+
+@triton.jit
+def _gate(gate_ptr, GATED: tl.constexpr):
+    if GATED:
+        return tl.load(gate_ptr + tl.program_id(0))
+    return 1.0
+
+
 # --- sweeps ----------------------------------------------------------------------------------------------------------
 
 
@@ -202,9 +221,11 @@ def statistics_kernel(
     one, two, beta, alpha = (), (), (), ()
     for _ in tl.static_range(PIECES):
         zero = tl.zeros((WIDTH, GROUPS), tl.float32)
-        one, two = one + (zero,), two + (zero,)
+        one += (zero,)
+        two += (zero,)
         if BACKWARD:
-            beta, alpha = beta + (zero,), alpha + (zero,)
+            beta += (zero,)
+            alpha += (zero,)
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
         q = _load(keys_ptr, token, count, key, K, R)
@@ -232,36 +253,49 @@ def statistics_kernel(
 
 @triton.jit
 def _pulls(
-    sums_ptr, w_ptr, t_ptr, group, channel,
+    sums_ptr, w, t, group, channel,
     G: tl.constexpr, P: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """t a and t a mu of every piece, (groups, channels): what memberships are multiplied by."""
     into_a, into_low = (), ()
     for i in tl.static_range(PIECES):
-        _, mean, _, a = _means(sums_ptr, tl.load(w_ptr + tl.program_id(0)), group, channel + i * WIDTH, G, P, ROW)
-        a = _rounded(tl.load(t_ptr + tl.program_id(0)) * a, LOW)
-        into_a, into_low = into_a + (tl.trans(a),), into_low + (tl.trans(a * mean),)
+        _, mean, _, a = _means(sums_ptr, w, group, channel + i * WIDTH, G, P, ROW)
+        a = _rounded(t * a, LOW)
+        into_a += (tl.trans(a),)
+        into_low += (tl.trans(a * mean),)
     return into_a, into_low
 
 
 @triton.jit
 def update_kernel(
-    projected_ptr, pi_ptr, sums_ptr, w_ptr, t_ptr, update_ptr, n, span,
-    K: tl.constexpr, P: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr, PIECES: tl.constexpr, GROUPS: tl.constexpr, ROW: tl.constexpr, STAGES: tl.constexpr,
+    projected_ptr, pi_ptr, sums_ptr, score_ptr, theta_ptr, update_ptr, gate_ptr, pooled_ptr, tiles, n, span,
+    scale: tl.constexpr, K: tl.constexpr, P: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, OWN: tl.constexpr,
+    THETAS: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
+    GROUPS: tl.constexpr, ROW: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """And the gate, from sums of its scores (b, tiles, k)."""
     channel, group = tl.arange(0, WIDTH), tl.arange(0, GROUPS)
     place, count = _place(n, span, K)
     projected_ptr += place * P
     update_ptr += place * P
     pi_ptr += place * G
-    into_a, into_low = _pulls(sums_ptr, w_ptr, t_ptr, group, channel, G, P, ROW, WIDTH, PIECES, LOW)
+    gate = 1.0
+    if GATE:
+        pooled, every = opened(score_ptr, (tl.program_id(0) // K).to(tl.int64), n, tiles, scale, K, ALL, GATE, ACTIVE, ROWS)
+        mine = tl.arange(0, ALL) == tl.program_id(0) % K
+        gate = tl.sum(tl.where(mine, every, 0.0))
+        if tl.program_id(1) == 0:
+            tl.store(gate_ptr + tl.program_id(0), gate)
+            tl.store(pooled_ptr + tl.program_id(0), tl.sum(tl.where(mine, pooled, 0.0)))
+    w, t, _ = _strengths(gate, theta_ptr, K, THETAS, MODE)
+    into_a, into_low = _pulls(sums_ptr, w, t, group, channel, G, P, ROW, WIDTH, PIECES, LOW)
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
         pi = _load(pi_ptr, token, count, group, K, G)
         for i in tl.static_range(PIECES):
             update = _fine_dot(pi, into_low[i], LOW)
-            if MODE != NO_OWN:
+            if OWN:
                 alpha = _dot(pi, into_a[i], LOW)
                 update -= alpha * _load(projected_ptr, token, count, channel + i * WIDTH, K, P).to(tl.float32)
                 if MODE == PROXIMAL:
@@ -271,8 +305,9 @@ def update_kernel(
 
 @triton.jit
 def implicit_kernel(
-    projected_ptr, pi_ptr, dupdate_ptr, sums_ptr, made_ptr, w_ptr, t_ptr, n, span,
-    K: tl.constexpr, P: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
+    projected_ptr, pi_ptr, dupdate_ptr, sums_ptr, made_ptr, gate_ptr, theta_ptr, n, span,
+    K: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GATED: tl.constexpr, THETAS: tl.constexpr, MODE: tl.constexpr,
+    LOW: tl.constexpr, TOKENS: tl.constexpr,
     WIDTH: tl.constexpr, PIECES: tl.constexpr, GROUPS: tl.constexpr, ROW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """beta and alpha of the proximal step, into the rows that `statistics_kernel` made."""
@@ -281,11 +316,13 @@ def implicit_kernel(
     projected_ptr += place * P
     dupdate_ptr += place * P
     pi_ptr += place * G
-    into_a, into_low = _pulls(sums_ptr, w_ptr, t_ptr, group, channel, G, P, ROW, WIDTH, PIECES, LOW)
+    w, t, _ = _strengths(_gate(gate_ptr, GATED), theta_ptr, K, THETAS, MODE)
+    into_a, into_low = _pulls(sums_ptr, w, t, group, channel, G, P, ROW, WIDTH, PIECES, LOW)
     beta, alpha = (), ()
     for _ in tl.static_range(PIECES):
         zero = tl.zeros((WIDTH, GROUPS), tl.float32)
-        beta, alpha = beta + (zero,), alpha + (zero,)
+        beta += (zero,)
+        alpha += (zero,)
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
         pi = _load(pi_ptr, token, count, group, K, G)
@@ -305,11 +342,12 @@ def implicit_kernel(
 
 @triton.jit
 def pull_kernel(
-    projected_ptr, keys_ptr, dupdate_ptr, centre_ptr, pi_ptr, sums_ptr, w_ptr, t_ptr, dq_ptr, update_ptr, dcentre_ptr,
-    dw_ptr, dt_ptr, n, span, SHARPNESS: tl.constexpr,
-    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, LOW: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr,
-    ROW: tl.constexpr, WANTED: tl.constexpr, STAGES: tl.constexpr,
+    projected_ptr, keys_ptr, dupdate_ptr, centre_ptr, pi_ptr, sums_ptr, gate_ptr, theta_ptr, dq_ptr, update_ptr, dcentre_ptr,
+    dgate_ptr, dtheta_ptr, n, span, SHARPNESS: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, OWN: tl.constexpr,
+    GATED: tl.constexpr, THETAS: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    PIECES: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, ROW: tl.constexpr, WANTED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq is dkeys without what the centres ask, float32: so small a share would be lost in 16 bits."""
     channel, key, group = tl.arange(0, WIDTH), tl.arange(0, KEYS), tl.arange(0, GROUPS)
@@ -320,7 +358,8 @@ def pull_kernel(
     keys_ptr += place * R
     pi_ptr += place * G
     dq_ptr += place * R
-    w, t = tl.load(w_ptr + tl.program_id(0)), tl.load(t_ptr + tl.program_id(0))
+    gate = _gate(gate_ptr, GATED)
+    w, t, theta = _strengths(gate, theta_ptr, K, THETAS, MODE)
     centre, _ = _centres(centre_ptr, group, key, G, R)
     constant, dw, dt = tl.zeros((GROUPS,), tl.float32), 0.0, 0.0
     into_e, into_f, into_a, into_low, squares, straight, own, given = (), (), (), (), (), (), (), ()
@@ -329,7 +368,7 @@ def pull_kernel(
         per_mass, mean, spread, a = _means(sums_ptr, w, group, at, G, P, ROW)
         beta = _row(sums_ptr, 1 + 2 * P, group, at, G, P, ROW)
         alpha = tl.zeros_like(beta)
-        if MODE != NO_OWN:
+        if OWN:
             alpha = _row(sums_ptr, 1 + 3 * P, group, at, G, P, ROW)
         bent = t * a * a * (mean * beta - alpha)
         dw -= tl.sum(spread * bent)
@@ -339,13 +378,19 @@ def pull_kernel(
         f = dmean - 2.0 * e * mean
         constant += tl.sum(e * (mean * mean - spread) - mean * dmean, 0)
         pulls = _rounded(t * a, LOW)
-        into_e, into_f = into_e + (tl.trans(2.0 * e),), into_f + (tl.trans(f),)
-        into_a, into_low = into_a + (tl.trans(pulls),), into_low + (tl.trans(pulls * mean),)
-        squares, straight = squares + (_centred(e, group, G),), straight + (_centred(f, group, G),)
-        own, given = own + (_centred(t * a, group, G),), given + (_centred(t * a * mean, group, G),)
+        into_e += (tl.trans(2.0 * e),)
+        into_f += (tl.trans(f),)
+        into_a += (tl.trans(pulls),)
+        into_low += (tl.trans(pulls * mean),)
+        squares += (_centred(e, group, G),)
+        straight += (_centred(f, group, G),)
+        own += (_centred(t * a, group, G),)
+        given += (_centred(t * a * mean, group, G),)
     if tl.program_id(1) == 0:
-        tl.store(dw_ptr + tl.program_id(0), dw)
-        tl.store(dt_ptr + tl.program_id(0), dt)
+        if GATED:
+            tl.store(dgate_ptr + tl.program_id(0), 2.0 * gate * dw + (dt if MODE == LISTING else 2.0 * theta * gate * dt))
+        if MODE == PROXIMAL:
+            tl.store(dtheta_ptr + tl.program_id(0), w * dt)
     constant -= tl.sum(constant, 0) / G
     into_q, dcentre = tl.trans(SHARPNESS * centre), tl.zeros((KEYS, GROUPS), tl.float32)
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
@@ -356,22 +401,21 @@ def pull_kernel(
             s = _load(projected_ptr, token, count, channel + i * WIDTH, K, P).to(tl.float32)
             dupdate = _load(dupdate_ptr, token, count, channel + i * WIDTH, K, P).to(tl.float32)
             slope, moved = dupdate, s
-            if MODE == NO_OWN:
-                if WANTED:
-                    _store(update_ptr, _fine_dot(pi, into_low[i], LOW), token, count, channel + i * WIDTH, K, P)
-            else:
+            if OWN:
                 share = _dot(pi, into_a[i], LOW)
-                if WANTED or MODE == PROXIMAL:
-                    update = _fine_dot(pi, into_low[i], LOW) - share * s
-                    if MODE == PROXIMAL:
-                        damp = 1.0 / (1.0 + share)
-                        update, slope = update * damp, slope * damp
-                        moved = s + update
-                    if WANTED:
-                        _store(update_ptr, update, token, count, channel + i * WIDTH, K, P)
+            if WANTED or MODE == PROXIMAL:
+                update = _fine_dot(pi, into_low[i], LOW)
+                if OWN:
+                    update -= share * s
+                if MODE == PROXIMAL:
+                    damp = 1.0 / (1.0 + share)
+                    update, slope = update * damp, slope * damp
+                    moved = s + update
+                if WANTED:
+                    _store(update_ptr, update, token, count, channel + i * WIDTH, K, P)
             ds = s * _dot(pi, into_e[i], LOW) + _fine_dot(pi, into_f[i], LOW)
             dpi += _dot(slope, given[i], LOW) + _dot(s * s, squares[i], LOW) + _dot(s, straight[i], LOW)
-            if MODE != NO_OWN:
+            if OWN:
                 ds -= slope * share
                 dpi -= _dot(slope * moved, own[i], LOW)
             _store(dupdate_ptr, ds, token, count, channel + i * WIDTH, K, P)  # in its place: nobody reads this tile again
@@ -408,19 +452,21 @@ def spread_kernel(
 class _Sweeps:
     """Launches on the tokens of every image and head, cut alike."""
 
-    def __init__(self, kernel: str, projected: Tensor, keys: Tensor, heads: int, groups: int) -> None:
-        (b, n, d), p, r = projected.shape, projected.shape[-1] // heads, keys.shape[-1] // heads
+    def __init__(self, kernel: str, projected: Tensor, keys: Tensor, theta: Tensor | None, form: MixtureForm) -> None:
+        (b, n, d), heads, groups = projected.shape, form.num_heads, form.groups
         self.n, self.groups, self.rows = n, groups, b * heads
-        self.cut = plan.groups(kernel, self.rows, n, d, p, groups, projected.dtype)
+        self.cut = plan.groups(kernel, self.rows, n, d, d // heads, groups, projected.dtype)
         low = 0 if interpreted() else _PRODUCTS[projected.dtype]  # the interpreter's products of bfloat16 are wrong
-        width, pieces = plan.pieces_of(p, 16)
-        self.keys = {"K": heads, "R": r, "G": groups, "LOW": low, "KEYS": _padded(r), "GROUPS": _padded(groups)}
-        self.channels = {"K": heads, "P": p, "G": groups, "LOW": low, "WIDTH": width, "PIECES": pieces, "GROUPS": _padded(groups)}
+        width, pieces = plan.pieces_of(d // heads, 16)
+        common = {"K": heads, "G": groups, "LOW": low, "GROUPS": _padded(groups)}
+        self.keys = {**common, "R": form.key_dim, "KEYS": _padded(form.key_dim)}
+        self.channels = {**common, "P": d // heads, "WIDTH": width, "PIECES": pieces}
+        self.strengths = {"MODE": MODES[form.mode], "THETAS": 1 if theta is None else theta.numel()}
 
-    def launch(self, kernel: Any, *tensors: Tensor, **constants: Any) -> None:
+    def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         cut = self.cut
         launch(
-            kernel, (self.rows, cut.splits), *tensors, self.n, cut.span,
+            kernel, (self.rows, cut.splits), *arguments, self.n, cut.span,
             TOKENS=cut.tokens, STAGES=cut.stages, num_warps=cut.warps, **constants,
         )  # fmt: skip
 
@@ -439,40 +485,55 @@ def _added(parts: Tensor) -> Tensor:
 
 @op()
 def group_update(
-    projected: Tensor, keys: Tensor, cell: Tensor, w: Tensor, t: Tensor, heads: int, groups: int, sharpness: float, form: int
-) -> tuple[Tensor, Tensor]:
-    """`cell`: of each token, -1 before the patches. Also sums of the keys of each cell, and its size: (b heads, g, r + 1)."""
-    sweeps = _Sweeps("groups", projected, keys, heads, groups)
-    (b, n, d), r, update = projected.shape, sweeps.keys["R"], torch.empty_like(projected)
-    pi, row = keys.new_empty(b, n, heads * groups), 1 + 2 * d // heads
-    centres, sums = sweeps.room(w, r + 1), sweeps.room(w, row)
+    projected: Tensor, keys: Tensor, cell: Tensor, scores: Tensor | None, theta: Tensor | None, form: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`cell`: of each token, -1 before the patches; `scores`: sums (b, tiles, k), for a gate. Update, sums of the keys of each
+    cell and its size (b heads, g, r + 1), gate and pooled scores (b, k), which are empty where there is none."""
+    told, (b, n, d) = MixtureForm.read(form), projected.shape
+    sweeps, heads, update = _Sweeps("groups", projected, keys, theta, told), told.num_heads, torch.empty_like(projected)
+    gate, pooled = (cell.new_empty(b if scores is not None else 0, heads, dtype=torch.float32) for _ in range(2))
+    pi, row = keys.new_empty(b, n, heads * told.groups), 1 + 2 * d // heads
+    centres, sums = sweeps.room(cell, told.key_dim + 1), sweeps.room(cell, row)
     sweeps.launch(centres_kernel, keys, cell, centres, **sweeps.keys)
     centre = _added(centres)
-    all_ = sweeps.keys | sweeps.channels
-    sweeps.launch(statistics_kernel, projected, keys, projected, centre, pi, sums, SHARPNESS=sharpness, ROW=row, BACKWARD=False, **all_)
-    sweeps.launch(update_kernel, projected, pi, _added(sums), w, t, update, ROW=row, MODE=form, **sweeps.channels)
-    return update, centre
+    sweeps.launch(
+        statistics_kernel, projected, keys, projected, centre, pi, sums,
+        SHARPNESS=told.sharpness, ROW=row, BACKWARD=False, **sweeps.keys | sweeps.channels,
+    )  # fmt: skip
+    scores, opening = sizes(scores, *told.gate_choice)
+    tiles = 0 if scores is None else scores.shape[1]
+    sweeps.launch(
+        update_kernel, projected, pi, _added(sums), scores, theta, update, gate, pooled, tiles,
+        ROW=row, OWN=told.own, **sweeps.channels, **sweeps.strengths, **opening,
+    )  # fmt: skip
+    return update, centre, gate, pooled
 
 
 @op(mutates=("dupdate",))
 def group_adjoint(
-    projected: Tensor, keys: Tensor, cell: Tensor, centre: Tensor, w: Tensor, t: Tensor, dupdate: Tensor, heads: int,
-    sharpness: float, form: int, wants_update: bool,
+    projected: Tensor, keys: Tensor, cell: Tensor, centre: Tensor, gate: Tensor | None, theta: Tensor | None, dupdate: Tensor,
+    form: str, wants_update: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of keys, w and t, and the update once more, empty where it is not wanted; that of projected is written
-    over dupdate. No argument may be called `mode`: torch passes those of an operator that writes by name, beside its own."""
-    sweeps = _Sweeps("groups back", projected, keys, heads, centre.shape[1])
-    (b, n, d), r, groups = projected.shape, sweeps.keys["R"], centre.shape[1]
-    dkeys, dw, dt = torch.empty_like(keys), torch.empty_like(w), torch.empty_like(t)
-    pi = dkeys if r == groups else keys.new_empty(b, n, heads * groups)  # the last kernel writes dkeys, and reads no membership
-    dq, update = torch.empty_like(keys, dtype=torch.float32), torch.empty_like(projected) if wants_update else w.new_empty(0)
+    """The gradients of keys, and of gate and theta (b, k), and the update once more; what there is not, or is not wanted, is
+    empty. The gradient of projected is written over dupdate."""
+    told, (b, n, d) = MixtureForm.read(form), projected.shape
+    sweeps, heads = _Sweeps("groups back", projected, keys, theta, told), told.num_heads
+    dkeys, proximal = torch.empty_like(keys), told.mode == "proximal"
+    dgate, dtheta = (centre.new_empty(b if there else 0, heads) for there in (gate is not None, proximal))
+    # the last kernel writes dkeys, and reads no membership
+    pi = dkeys if told.key_dim == told.groups else keys.new_empty(b, n, heads * told.groups)
+    dq, update = torch.empty_like(keys, dtype=torch.float32), projected.new_empty(projected.shape if wants_update else 0)
     row = 1 + 4 * d // heads
-    sums, dcentre = sweeps.room(w, row), sweeps.room(w, r)
-    given = {"SHARPNESS": sharpness, "ROW": row} | sweeps.keys | sweeps.channels
+    sums, dcentre = sweeps.room(centre, row), sweeps.room(centre, told.key_dim)
+    both, strengths = sweeps.keys | sweeps.channels, {"GATED": gate is not None, **sweeps.strengths}
     start = (projected, keys, dupdate, centre, pi)
-    sweeps.launch(statistics_kernel, *start, sums, BACKWARD=form != PROXIMAL.value, **given)
-    if form == PROXIMAL.value:
-        sweeps.launch(implicit_kernel, projected, pi, dupdate, _added(sums), sums, w, t, ROW=row, **sweeps.channels)
-    sweeps.launch(pull_kernel, *start, _added(sums), w, t, dq, update, dcentre, dw, dt, MODE=form, WANTED=wants_update, **given)
+    sweeps.launch(statistics_kernel, *start, sums, SHARPNESS=told.sharpness, ROW=row, BACKWARD=not proximal, **both)
+    if proximal:
+        given = (projected, pi, dupdate, _added(sums), sums, gate, theta)
+        sweeps.launch(implicit_kernel, *given, ROW=row, **sweeps.channels, **strengths)
+    sweeps.launch(
+        pull_kernel, *start, _added(sums), gate, theta, dq, update, dcentre, dgate, dtheta,
+        SHARPNESS=told.sharpness, ROW=row, OWN=told.own, WANTED=wants_update, **both, **strengths,
+    )  # fmt: skip
     sweeps.launch(spread_kernel, dq, centre, _added(dcentre), cell, dkeys, **sweeps.keys)
-    return dkeys, dw, dt, update
+    return dkeys, dgate, dtheta, update

@@ -1,7 +1,7 @@
 """Second moments of the projected tokens, by membership, and the update that they attenuate.
 
     energy_ki = sum_n pi_nk s_nki^2        mass_k = sum_n pi_nk        T = energy/(mass + delta)     (uniform: pi = 1, mass = n)
-    update_nki = f(pi_nk, c_ki) s_nki      with f and c of `core`, in the dtype of s
+    update_nki = f(pi_nk, c_ki) s_nki      with f and c of `core`, in the dtype of s; the gate on the way, by `gate.opened`
 
 Where there are many samples a program takes a whole one, and finds its tokens in the cache the second time. Otherwise the
 tokens of a sample are split over programs, a launch a sweep; each leaves one row of partial sums, which are added up between.
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from dmst.kernels import plan
 from dmst.kernels.form import Form
-from dmst.kernels.fused.core import MODES, PROXIMAL, attenuation, factor, gate_of_heads, head_block, tile, weigh
+from dmst.kernels.fused import gate as gates
+from dmst.kernels.fused.core import MODES, PROXIMAL, attenuation, factor, head_block, tile, weigh
+from dmst.kernels.fused.gate import of_heads, opened
 from dmst.kernels.fused.launch import launch, op
 
 
@@ -31,12 +33,12 @@ def _divisor(mass, n, delta, UNIFORM: tl.constexpr, DELTA: tl.constexpr):
 
 @triton.jit
 def moments_kernel(
-    s_ptr, weight_ptr, gate_ptr, theta_ptr, sums_ptr, moment_ptr, divisor_ptr, update_ptr,
-    n, span, splits,
-    delta: tl.constexpr, sign: tl.constexpr,
+    s_ptr, weight_ptr, score_ptr, theta_ptr, sums_ptr, moment_ptr, divisor_ptr, update_ptr, gate_ptr, pooled_ptr,
+    n, span, splits, tiles,
+    delta: tl.constexpr, sign: tl.constexpr, scale: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, TOKENS: tl.constexpr,
-    UNIFORM: tl.constexpr, SUM: tl.constexpr, UPDATE: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr,
-    MODE: tl.constexpr, STAGES: tl.constexpr,
+    UNIFORM: tl.constexpr, SUM: tl.constexpr, UPDATE: tl.constexpr, DELTA: tl.constexpr, MODE: tl.constexpr,
+    ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`SUM` alone leaves rows of energy and mass; `UPDATE` alone reads what they sum to."""
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -81,7 +83,13 @@ def moments_kernel(
         whole = _divisor(whole, n, delta, UNIFORM, DELTA)
         if split == 0:
             tl.store(divisor_ptr + sample * K + head[:, None], whole, mask=here)
-        gate = gate_of_heads(gate_ptr, sample, head, K, GATED)[:, None]
+        gate = tl.full((HEADS, 1), 1.0, tl.float32)
+        if GATE:
+            pooled, every = opened(score_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE, ROWS)
+            gate = of_heads(every, head)[:, None]
+            if split == 0:
+                tl.store(gate_ptr + sample * K + head[:, None], gate, mask=here)
+                tl.store(pooled_ptr + sample * K + head[:, None], of_heads(pooled, head)[:, None], mask=here)
         theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
         c = ()
         for i in tl.static_range(PIECES):
@@ -100,15 +108,18 @@ def moments_kernel(
 
 @op()
 def settle(
-    projected: Tensor, membership: Tensor, gate: Tensor | None, theta: Tensor | None, form: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of projected (b, n, k p) and membership (b, n, k): update (b, n, k p), T (b, k, p) and its divisor (b, k)."""
+    projected: Tensor, membership: Tensor, scores: Tensor | None, theta: Tensor | None, form: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of projected (b, n, k p), membership (b, n, k) and, for a gate, sums of scores (b, tiles, k): update (b, n, k p), T
+    (b, k, p) and its divisor (b, k), the gate and the pooled scores (b, k), which are empty where there is none."""
     told, update, (b, _, d) = Form.read(form), torch.empty_like(projected), projected.shape
-    moment = torch.empty(b, told.num_heads, d // told.num_heads, device=projected.device, dtype=torch.float32)
-    divisor = torch.empty(b, told.num_heads, device=projected.device, dtype=torch.float32)
+    k = told.num_heads
+    gated = (b if scores is not None else 0, k)
+    f32 = [torch.empty(size, device=projected.device, dtype=torch.float32) for size in ((b, k, d // k), (b, k), gated, gated)]
     found = _rows(projected, membership, told) if sweep_of(projected, told).splits > 1 else None
-    _launch(projected, membership, gate, theta, found, (moment, divisor, update), told)
-    return update, moment, divisor
+    moment, divisor, gate, pooled = f32
+    _launch(projected, membership, scores, theta, found, (moment, divisor, update, gate, pooled), told)
+    return update, moment, divisor, gate, pooled
 
 
 def energies(projected: Tensor, weight: Tensor | None, form: Form) -> Tensor:
@@ -131,15 +142,16 @@ def sweep_of(projected: Tensor, form: Form) -> plan.Sweep:
 
 
 def _launch(
-    projected: Tensor, weight: Tensor | None, gate: Tensor | None, theta: Tensor | None,
-    sums: Tensor | None, made: tuple[Tensor, Tensor, Tensor] | None, form: Form,
+    projected: Tensor, weight: Tensor | None, scores: Tensor | None, theta: Tensor | None,
+    sums: Tensor | None, made: tuple[Tensor, ...] | None, form: Form,
 ) -> None:  # fmt: skip
     (b, n, d), k, sweep = projected.shape, form.num_heads, sweep_of(projected, form)
+    scores, gate = gates.sizes(scores, *form.gate_choice)
     launch(
         moments_kernel, (b, sweep.splits, sweep.blocks),
-        projected, weight, gate, theta, sums, *(made or (None,) * 3), n, sweep.span, sweep.splits,
-        delta=form.delta, sign=form.sign, K=k, P=d // k, **sweep.block,
+        projected, weight, scores, theta, sums, *(made or (None,) * 5),
+        n, sweep.span, sweep.splits, 0 if scores is None else scores.shape[1],
+        delta=form.delta, sign=form.sign, K=k, P=d // k, **sweep.block, **gate,
         UNIFORM=weight is None or form.uniform_moment, SUM=sums is None or made is None, UPDATE=made is not None,
-        DELTA=bool(form.delta), GATED=gate is not None, MODE=MODES[form.mode],
-        STAGES=sweep.stages, num_warps=sweep.warps,
+        DELTA=bool(form.delta), MODE=MODES[form.mode], STAGES=sweep.stages, num_warps=sweep.warps,
     )  # fmt: skip

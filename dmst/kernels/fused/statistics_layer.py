@@ -31,21 +31,18 @@ class Kept(NamedTuple):
 
 
 def steps(z: Tensor, weights: Weights, form: Form, grid: Grid) -> tuple[Tensor, Kept]:
-    scores = opened = pooled = None
+    scores = sums = None
     if weights.assign is not None:
         assign, bias = aligned(weights.assign), None if weights.assign_bias is None else aligned(weights.assign_bias)
         how = (form.membership == "sigmoid", form.gate is not None)
         scores, sums, _ = front.front(z, *front.tables(form.rotary, z, grid), assign, bias, None, None, *how)
-        if form.gate is not None:
-            opened, pooled = gate.open_gate(sums, z.shape[1], *_gate(form))
     projected = F.linear(z, weights.subspace.to(z.dtype), cast(weights.subspace_bias, z.dtype))
     membership, channel = _membership(projected, scores, weights, form)
-    update, moment, divisor = moments.settle(projected, membership, opened, weights.theta, form.text)
+    gated = sums if form.gate is not None else None
+    update, moment, divisor, opened, pooled = moments.settle(projected, membership, gated, weights.theta, form.text)
+    if gated is None:
+        return update, Kept(projected, membership, None, None, moment, divisor, channel)
     return update, Kept(projected, membership, pooled, opened, moment, divisor, channel)
-
-
-def _gate(form: Form) -> tuple[str, float, int]:
-    return str(form.gate), form.gate_scale, form.max_active_heads or 0
 
 
 def _membership(
@@ -85,7 +82,7 @@ def pull(
         grads["theta"] = dtheta.sum()
     if wants_bias:
         grads["subspace_bias"] = dbias.sum((0, 1)).flatten()
-    dpooled = None if pooled is None else gate.gate_adjoint(dgate, pooled, z.shape[1], *_gate(form))
+    dpooled = None if pooled is None else gate.gate_adjoint(dgate, pooled, z.shape[1], *form.gate_choice)
     if wanted.assign_bias:
         total = dscores.sum((0, 1))
         grads["assign_bias"] = total if dpooled is None else total + z.shape[1] * dpooled.sum(0)

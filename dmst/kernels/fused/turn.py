@@ -35,18 +35,23 @@ def _value(table, at, real, other, EVEN: tl.constexpr):
 
 
 @triton.jit
-def rotate(
-    x, far_cos, far_sin, near_cos, near_sin, far, near, first,
-    D: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
-    """x (tokens, channels), which are the channels from `first` on, an even number."""
+def angles(far_cos, far_sin, near_cos, near_sin, far, near, first, D: tl.constexpr, CHANNELS: tl.constexpr):
+    """cos and sin (tokens, pairs) of the channels from `first` on, an even number."""
     HALF: tl.constexpr = D // 2
     EVEN: tl.constexpr = D % CHANNELS == 0
     pair = first // 2 + tl.arange(0, CHANNELS // 2)[None, :]
     real, far, near = pair < HALF, far * HALF + pair, near * HALF + pair
     nc, ns = _value(near_cos, near, real, 1.0, EVEN), _value(near_sin, near, real, 0.0, EVEN)
     fc, fs = _value(far_cos, far, real, 1.0, EVEN), _value(far_sin, far, real, 0.0, EVEN)
-    cos, sin = fc * nc - fs * ns, fs * nc + fc * ns
-    sin = -sin if BACK else sin
+    return fc * nc - fs * ns, fs * nc + fc * ns
+
+
+@triton.jit
+def rotate(x, cos, sin, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, BACK: tl.constexpr):
+    """x (tokens, channels)."""
     even, odd = tl.split(tl.reshape(x, (TOKENS, CHANNELS // 2, 2)))
-    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (TOKENS, CHANNELS))
+    if BACK:
+        pairs = tl.join(even * cos + odd * sin, odd * cos - even * sin)
+    else:
+        pairs = tl.join(even * cos - odd * sin, odd * cos + even * sin)
+    return tl.reshape(pairs, (TOKENS, CHANNELS))
