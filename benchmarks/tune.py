@@ -42,6 +42,7 @@ CANDIDATES = {
     "adjoint": candidates((8, 16, 32), (128, 256, 512), (0,), (2, 4, 8), (1, 2)),
     "groups": candidates((16, 32, 64), (0,), (0,), (1, 2, 4), (1, 2, 3)),
     "groups back": candidates((16, 32, 64), (0,), (0,), (1, 2, 4), (1, 2)),
+    "norm": candidates((1, 2, 4, 8, 16), (512,), (0,), (1, 2, 4, 8), (1,)),
 }
 
 
@@ -54,7 +55,7 @@ def shape_of(text: str) -> tuple[int, int]:
 
 def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cuda") -> dict[str, Callable[[], Any]]:
     """A call of each kernel, on random numbers."""
-    from dmst.kernels.fused import adjoint, front, mixture, moments
+    from dmst.kernels.fused import adjoint, front, mixture, moments, norm
 
     chance = torch.Generator(device).manual_seed(0)
 
@@ -69,6 +70,7 @@ def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cud
     moment, divisor = draw(b, k, d // k, like=f32).square(), gate + 1
     cell, pi = torch.arange(n, device=device, dtype=torch.int32) * GROUPS // n, narrow.sigmoid()
     centre = draw(b * k, GROUPS, KEY + 1, like=f32).abs() + 1
+    wide, weight, bias = draw(b, n, d, like=f32), draw(d, like=f32), draw(d, like=f32)
     return {
         "front": lambda: front.front(z, *turn, assign, None, None, None, True, True),
         "front keys": lambda: front.front(z, *turn, assign, None, key, None, False, True),
@@ -80,6 +82,7 @@ def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cud
         "adjoint": lambda: adjoint.pull(other, z, pi, moment, gate, divisor, None, text, False, True),
         "groups": lambda: mixture.group_update(z, keys, cell, sums, None, mixed),
         "groups back": lambda: mixture.group_adjoint(z, keys, cell, centre, gate, None, other, mixed, True),
+        "norm": lambda: (norm.norm(wide, weight, bias, 1e-6, dtype), *norm.norm_adjoint(wide, weight, other, 1e-6)),
     }
 
 

@@ -15,7 +15,7 @@ import torch
 STEP = 64  # tokens in one rotary step: a tile that lies within one reads little of the tables
 WARPS = 2048  # about what fills the device: samples are split over programs until these have so many
 PROGRAMS = {  # of kernels that hold weights: as many as have room at once
-    "into_tokens": 660, "into_tokens keys": 396, "into_weights": 660, "into_weights keys": 264,
+    "into_tokens": 660, "into_tokens keys": 396, "into_weights": 660, "into_weights keys": 264, "norm": 528,
 }  # fmt: skip
 MOST_HEADS = 64
 MOST_KEYS = 64  # of GMSA: channels of a key
@@ -45,6 +45,7 @@ USUAL: Row = {  # "keys": the same kernel with GMSA's keys
     "adjoint": Cut(16, 256, 0, 8, 1),
     "groups": Cut(32, 0, 0, 1, 1),
     "groups back": Cut(32, 0, 0, 2, 1),
+    "norm": Cut(4, 512, 0, 4, 1),
 }
 # float32: exact products are unrolled into sums of single products, which fill the registers if tiles are large.
 WIDE: Row = USUAL | {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import FEEDFORWARDS
+from dmst.models.norm import normed
 from dmst.models.residual import Residual
 from dmst.operators import Parts
 from dmst.operators.unrolled import Unrolled
@@ -44,10 +45,10 @@ class Block(nn.Module):
 
     def attend(self, z: Tensor, grid: Grid = None) -> Tensor:
         """The first line: operator and residual."""
-        normed = self.norm(z)
-        if isinstance(self.operator, Unrolled) and self.residual.folds(normed, self.operator, self.operator.out):
-            return self.residual(z, self.operator(normed, grid=grid, scale=self.residual.scale), scaled=True)
-        return self.residual(z, self.operator(normed, grid=grid))
+        tokens = normed(self.norm, z)
+        if isinstance(self.operator, Unrolled) and self.residual.folds(tokens, self.operator, self.operator.out):
+            return self.residual(z, self.operator(tokens, grid=grid, scale=self.residual.scale), scaled=True)
+        return self.residual(z, self.operator(tokens, grid=grid))
 
     def trace(self, z: Tensor, grid: Grid = None) -> LayerTrace:
         """The same two lines, with what the operator computed beside them."""

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from dmst import tracing
 from dmst.errors import OptionError
-from dmst.kernels.gelu import gelu, hidden
+from dmst.models.gelu import gelu, hidden
+from dmst.models.norm import normed
 from dmst.models.residual import Residual
 from dmst.operators.base import linear, scaled
 
@@ -83,10 +84,10 @@ class MlpStep(nn.Module):
         self.residual = Residual(config.dim, config.layer_scale, config.drop_path_rate, **factory)
 
     def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
-        normed = self.norm(z)
-        if self.residual.folds(normed, self.mlp, self.mlp.fc2):
-            return self.residual(z, self.mlp(normed, grid, self.residual.scale), scaled=True)
-        return self.residual(z, self.mlp(normed, grid))
+        tokens = normed(self.norm, z)
+        if self.residual.folds(tokens, self.mlp, self.mlp.fc2):
+            return self.residual(z, self.mlp(tokens, grid, self.residual.scale), scaled=True)
+        return self.residual(z, self.mlp(tokens, grid))
 
 
 class LocalStep(MlpStep):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst.kernels import compute_dtype
-from dmst.kernels.gelu import gelu
+from dmst.models.gelu import gelu
 from dmst.one_node import OneNode
 from dmst.operators.base import linear
 

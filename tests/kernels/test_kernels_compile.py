@@ -17,7 +17,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 import dmst
-from dmst.kernels.fused import adjoint, energy, front, gate, layer, mixture, moments
+from dmst.kernels.fused import adjoint, energy, front, gate, layer, mixture, moments, norm
 
 low, half, wide = torch.bfloat16, torch.float16, torch.float32
 what, capability, most = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -48,7 +48,7 @@ def launch(kernel, grid, *args, **constants):
 
 
 driver.set_active(Card())
-for module in (adjoint, energy, front, gate, mixture, moments):
+for module in (adjoint, energy, front, gate, mixture, moments, norm):
     module.launch = launch
 
 
@@ -58,6 +58,12 @@ def passes(name, b, n, d, k, dtype, **options):
     out, *kept = layer._forward(z, weights, operator.form, None)
     wanted = type(weights)(*(x is not None for x in weights))
     layer._backward(z, weights, operator.form, None, torch.empty_like(out), True, wanted, kept)
+
+
+def norms(b, n, d, dtype):
+    z, weight = torch.empty(b, n, d, device="meta"), torch.empty(d, device="meta")
+    dy = norm.norm(z, weight, weight, 1e-6, dtype)
+    norm.norm_adjoint(z, weight, dy, 1e-6)
 
 
 with torch.no_grad():
@@ -71,6 +77,7 @@ CASES = {
         "passes('tssa', 64, 197, 384, 8, low, position_scores='1d')",
         "passes('tssa', 1, 4096, 96, 4, wide, normalize_tokens=False)",
         "passes('gated_channel', 64, 197, 384, 8, low)",
+        "norms(64, 197, 384, low)",
     ],
     "GMSA": [
         "passes('gmsa', 64, 197, 384, 8, low)",
@@ -83,6 +90,7 @@ CASES = {
         "passes('dmsa', 4, 197, 1024, 8, low, mode='proximal')",
         "passes('gmsa', 4, 197, 128, 64, wide, key_dim=64)",
         "passes('gmsa', 4, 197, 1024, 8, low, groups=16)",
+        "norms(4, 197, 2048, half)",
     ],
 }
 

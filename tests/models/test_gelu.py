@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst.kernels.gelu import Formula, hidden, normal
+from dmst.models.gelu import Formula, hidden, normal
 from tests.cases import relative
 from tests.parity import BF16, F16
 
