@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py [--ways eager stream] [--part 1/4]
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py
 
-    eager     the layer, forward and backward, on the default stream
+    eager     a norm and the layer, forward and backward, on the default stream
     stream    the same on a stream of its own, where CUDA graphs are recorded
 
 `--part 1/4` takes every fourth shape from the first on, for several processes. Races in kernels of the library (nvjet) are not
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import dmst
+from dmst.models.norm import normed
 
 # samples, tokens, width, heads; odd ones, one token, short and long samples, narrow and wide heads
 SHAPES = [
@@ -43,11 +44,13 @@ def backward(out: Tensor, z: Tensor) -> None:
 
 def run(way: str, form: str, b: int, n: int, d: int, k: int, dtype: torch.dtype) -> None:
     layer = layer_of(form, d, k, dtype, **({"groups": min(n, 16)} if form.startswith("gmsa") else {}))
-    z = torch.randn(b, n, d, device="cuda", dtype=dtype, requires_grad=True)
+    norm, z = torch.nn.LayerNorm(d, device="cuda"), torch.randn(b, n, d, device="cuda", requires_grad=True)
     side = torch.cuda.Stream() if way == "stream" else torch.cuda.current_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        backward(layer(z), z)
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            tokens = normed(norm, z)
+        backward(layer(tokens), z)
 
 
 def main() -> None:
