@@ -65,13 +65,17 @@ class Calls(TorchDispatchMode):
 @pytest.mark.compile
 def test_opcheck() -> None:
     """Schema, fake implementation and tracing with symbolic sizes, of every operator that forward and backward passes call."""
+    from dmst.kernels.fused.norm import layer_norm
+
     with Calls() as calls:
         for case in (LISTING, TSSA):
             fused(draw(case, SMALL, excited=True))
         with use_kernels("fused"):
             z = torch.randn(2, 6, 24, device=DEVICE)
             gradients(build("gmsa", {"groups": 4}, dtype=F32).to(DEVICE), z, z, grid=(2, 3))
-    assert len({call for call, _ in calls.seen}) >= 11
+        weight = torch.ones(24, device=DEVICE, requires_grad=True)
+        layer_norm(z, weight, weight, 1e-6, torch.bfloat16).sum().backward()
+    assert len({call for call, _ in calls.seen}) == 12
     for call, given in calls.seen:
         opcheck(call, [x.detach() if isinstance(x, Tensor) else x for x in given])
 
