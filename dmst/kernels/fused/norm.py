@@ -85,14 +85,13 @@ def norm(z: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 
 
 @op()
-def norm_adjoint(z: Tensor, weight: Tensor, dy: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """dz, dw and db."""
+def norm_adjoint(z: Tensor, weight: Tensor, dy: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """dz, and rows of dw and db (programs, 2, d)."""
     rows, tile = z.numel() // z.shape[-1], _tile(z.shape[-1], dy.dtype)
     span = plan.over(plan.over(rows, plan.PROGRAMS["norm"]), tile["TOKENS"]) * tile["TOKENS"]
     dz, sums = torch.empty_like(z), z.new_empty(plan.over(rows, span), 2, z.shape[-1])
     launch(norm_adjoint_kernel, (sums.shape[0],), z, weight, dy, dz, sums, rows, span, eps=eps, **tile)
-    dweight, dbias = sums.sum(0)
-    return dz, dweight, dbias
+    return dz, sums
 
 
 class _Norm(torch.autograd.Function):
@@ -106,7 +105,8 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple:
         z, weight, bias = ctx.saved_tensors
         with torch.no_grad():
-            grads = attempt(norm_adjoint, _plain_adjoint, (z, weight, aligned(dy), ctx.eps), z, _kind(z))
+            dz, sums = attempt(norm_adjoint, _plain_adjoint, (z, weight, aligned(dy), ctx.eps), z, _kind(z))
+            grads = (dz, *sums.sum(0))
         return *(Once.apply(3, *grads, dy, z, weight, bias) if torch.is_grad_enabled() else grads), None, None
 
 
@@ -125,7 +125,8 @@ def _plain(z: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dty
     return F.layer_norm(z, z.shape[-1:], weight, bias, eps).to(dtype)
 
 
-def _plain_adjoint(z: Tensor, weight: Tensor, dy: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_adjoint(z: Tensor, weight: Tensor, dy: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     shape = list(z.shape[-1:])
     _, mean, scale = torch.native_layer_norm(z, shape, weight, None, eps)
-    return torch.ops.aten.native_layer_norm_backward(dy.float(), z, shape, mean, scale, weight, weight, [True] * 3)
+    dz, *sums = torch.ops.aten.native_layer_norm_backward(dy.float(), z, shape, mean, scale, weight, weight, [True] * 3)
+    return dz, torch.stack(sums).unsqueeze(0)
