@@ -23,6 +23,7 @@ _HOMES = {
     "ModelConfig": "dmst.models",
     "VisionModel": "dmst.models",
     "create_model": "dmst.models",
+    "export_model": "dmst.export.files",
     "freeze": "dmst.models",
     "list_models": "dmst.models",
     "load_model": "dmst.models",
@@ -33,14 +34,15 @@ _MODULES = ("analysis", "errors", "kernels", "models", "objective", "operators",
 
 if TYPE_CHECKING:
     from dmst import analysis, errors, kernels, models, objective, operators, rotary, sparsemax, testing
+    from dmst.export.files import export_model
     from dmst.kernels import use_kernels
     from dmst.models import ModelConfig, VisionModel, create_model, freeze, list_models, load_model, save_model
     from dmst.operators import DMSA, GMSA, OPERATORS, TSSA, Parts, Spatial
 
 __all__ = [
     "DMSA", "GMSA", "OPERATORS", "TSSA", "ModelConfig", "Parts", "Spatial", "VisionModel", "__version__",
-    "analysis", "create_model", "errors", "freeze", "kernels", "list_models", "load_model", "models", "objective", "operators",
-    "rotary", "save_model", "sparsemax", "testing", "use_kernels",
+    "analysis", "create_model", "errors", "export_model", "freeze", "kernels", "list_models", "load_model", "models",
+    "objective", "operators", "rotary", "save_model", "sparsemax", "testing", "use_kernels",
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ PHOTOS = typer.Argument(help="Image files, or folders of them.")
 def classify(
     photos: list[str] = PHOTOS,
     weights: str = typer.Option(
-        "dmst_cifar10", help="A shipped network (`dmst models --shipped`), a saved model, or a finished run."
+        "dmst_cifar10", help="A shipped network (`dmst models --shipped`), a saved model, a finished run, or an .onnx file."
     ),
     top: int = typer.Option(5, min=1, help="Number of classes to print."),
     maps: str = typer.Option(
@@ -46,9 +46,10 @@ def classify(
     from dmst.engine.classify import classify as answers
     from dmst.engine.classify import photos_in
     from dmst.engine.distributed import joined
-    from dmst.engine.prepare import read_weights
+    from dmst.engine.prepare import read_network, read_weights
 
-    model = read_weights(weights, unverified=unverified)
+    network = read_weights(weights, unverified=unverified) if maps is not None else None
+    model = network or read_network(weights, unverified=unverified)
     paths, failed = photos_in(photos), 0
     pictures = _names(paths)
     with joined(device) as group:
@@ -57,9 +58,9 @@ def classify(
             failed += bool(answer.problem)
             if answer.problem:
                 told["problem"] = answer.problem
-            elif maps is not None:
+            elif network is not None:
                 assert answer.trace is not None and answer.image is not None
-                picture = png(sheet(answer.trace, answer.image, layer, gradients=gradient_map(model, answer.image)))
+                picture = png(sheet(answer.trace, answer.image, layer, gradients=gradient_map(network, answer.image)))
                 told["maps"] = str(write_bytes(Path(maps) / pictures[answer.path], picture))
             say(json.dumps(told) if as_json else _line(told))
     if failed:

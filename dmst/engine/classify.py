@@ -15,6 +15,7 @@ from dmst.data.loader import EvalStream, View
 from dmst.data.sets import ImageSet
 from dmst.engine import prepare
 from dmst.errors import BadImageError, OptionError, bad_answer
+from dmst.export.onnx_network import OnnxNetwork
 from dmst.models import Trace, VisionModel
 from dmst.words import visible
 
@@ -75,7 +76,12 @@ def photos_in(words: Sequence[str]) -> list[Path]:
 
 @torch.no_grad()
 def classify(
-    model: VisionModel, paths: Sequence[Path], *, top: int = 5, device: torch.device | str = "cpu", traced: bool = False
+    model: VisionModel | OnnxNetwork,
+    paths: Sequence[Path],
+    *,
+    top: int = 5,
+    device: torch.device | str = "cpu",
+    traced: bool = False,
 ) -> Iterator[Answer]:
     """One answer a photo, in order, as they come."""
     if not model.config.num_classes:

@@ -14,6 +14,7 @@ from dmst.data.sets import ImageSet, with_classes
 from dmst.engine import prepare
 from dmst.engine.distributed import Group, joined
 from dmst.errors import OptionError, bad_answer
+from dmst.export.onnx_network import OnnxNetwork
 from dmst.models import VisionModel
 
 
@@ -49,7 +50,7 @@ def precision(amp: str, device: torch.device) -> AbstractContextManager[Any]:
 
 
 @torch.no_grad()
-def evaluate(model: VisionModel, stream: EvalStream, group: Group, *, amp: str = "none") -> Score:
+def evaluate(model: VisionModel | OnnxNetwork, stream: EvalStream, group: Group, *, amp: str = "none") -> Score:
     """The score of `model`, in evaluation mode, on all that the processes' streams give."""
     was, device, dtype = model.training, group.device, next(model.parameters()).dtype
     counts = torch.zeros(3, len(stream.image_set.classes), dtype=torch.int64, device=device)  # right, right5, all: by class
@@ -90,7 +91,7 @@ def evaluate_weights(
 
     Without `data`, of a run: the images that it did not learn from, its held-out share or its test images.
     """
-    model = prepare.read_weights(weights)
+    model = prepare.read_network(weights)
     if split and not data:
         raise OptionError(f"--split {split} needs --data: without it a run is evaluated on the images that it held out.")
     if data:

@@ -22,6 +22,7 @@ from dmst.engine import journal
 from dmst.engine.checkpoint import RunFolder
 from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
+from dmst.export.onnx_network import OnnxNetwork, read_onnx
 from dmst.models import ModelConfig, VisionModel, load_model, model_config, shipped
 from dmst.models.preprocessing import set_mean_std
 from dmst.models.zoo import FREE, take_over
@@ -171,6 +172,11 @@ def read_weights(where: str | Path, *, unverified: bool = False) -> VisionModel:
     """A saved model, or by its name one that ships, as it is used: in float32, whatever it was saved in."""
     if str(where) in shipped.SHIPPED and not Path(where).is_dir():
         return shipped.pretrained(str(where))
+    if Path(where).suffix == ".onnx":
+        raise BadFileError(
+            f"{where} is an ONNX file: `dmst classify` and `dmst evaluate` take it. Here the network itself is needed: name "
+            "the saved model that it was exported from."
+        )
     if not Path(where).exists():
         have = ", ".join(shipped.SHIPPED)
         raise BadFileError(f"{where} is not there: name a saved model, a finished run, or weights that ship ({have}).")
@@ -179,7 +185,12 @@ def read_weights(where: str | Path, *, unverified: bool = False) -> VisionModel:
     return model
 
 
-def view_of(model: VisionModel, crop_pct: float = 0.0) -> View:
+def read_network(where: str | Path, *, unverified: bool = False) -> VisionModel | OnnxNetwork:
+    """The same for who asks for answers alone: also a file of `dmst export`."""
+    return read_onnx(where) if Path(where).suffix == ".onnx" else read_weights(where, unverified=unverified)
+
+
+def view_of(model: VisionModel | OnnxNetwork, crop_pct: float = 0.0) -> View:
     """How the network looks at an image: its own statistics, and the given crop or its own."""
     told, (rows, columns) = model.pretrained_cfg, model.config.img_size  # type: ignore[misc]
     if rows != columns:

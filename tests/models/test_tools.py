@@ -173,19 +173,6 @@ def test_a_graph_of_a_frozen_network_has_no_qr() -> None:
     assert not any("qr" in str(node.target) for node in graph.nodes)
 
 
-@pytest.mark.compile
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-def test_a_frozen_network_becomes_a_file_of_onnx(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnx and onnxscript")
-    runtime = pytest.importorskip("onnxruntime", reason="running the file needs onnxruntime")
-    frozen, file = dmst.freeze(create_model("dmst_cifar10", pretrained=True)), str(tmp_path / "model.onnx")
-    images = torch.randn(3, 3, 32, 32)
-    torch.onnx.export(frozen, (images[:1],), file, dynamo=True, dynamic_shapes={"images": {0: "batch"}}, verbose=False)
-    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-    torch.testing.assert_close(found, frozen(images), rtol=1e-4, atol=1e-4)
-
-
 SHARDED = """
 import copy, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

@@ -118,20 +118,6 @@ def test_torch_jit_traces_networks_for_every_size(case: Any) -> None:
         assert relative(program(x), model(x)) < 1e-7  # a size is a tensor there: sums with it are in float32
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-@networks.families
-def test_onnx_from_one_image_serves_every_batch(case: Any, tmp_path: Any) -> None:
-    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnx and onnxscript")
-    runtime = pytest.importorskip("onnxruntime", reason="running the file needs onnxruntime")
-    model = networks.build(case, dtype=torch.float32, depth=1, readout_depth=1).eval()
-    x, file = networks.images(dtype=torch.float32, batch=1), str(tmp_path / "model.onnx")
-    torch.onnx.export(model, (x,), file, dynamo=True, dynamic_shapes={"images": {0: "batch"}}, verbose=False)
-    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    for batch in (1, 3):
-        y = networks.images(dtype=torch.float32, batch=batch)
-        assert relative(torch.from_numpy(session.run(None, {"images": y.numpy()})[0]), model(y)) < 1e-5
-
-
 def test_positions_of_a_fixed_size_are_added_as_they_are() -> None:
     """A graph for one size resizes no table: ONNX knows no antialiased bicubic."""
     model = networks.build(("vit_tiny", {})).eval()
