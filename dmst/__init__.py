@@ -27,6 +27,7 @@ _HOMES = {
     "freeze": "dmst.models",
     "list_models": "dmst.models",
     "load_model": "dmst.models",
+    "push_to_hub": "dmst.models.hub",
     "save_model": "dmst.models",
     "use_kernels": "dmst.kernels",
 }
@@ -37,12 +38,13 @@ if TYPE_CHECKING:
     from dmst.export.files import export_model
     from dmst.kernels import use_kernels
     from dmst.models import ModelConfig, VisionModel, create_model, freeze, list_models, load_model, save_model
+    from dmst.models.hub import push_to_hub
     from dmst.operators import DMSA, GMSA, OPERATORS, TSSA, Parts, Spatial
 
 __all__ = [
     "DMSA", "GMSA", "OPERATORS", "TSSA", "ModelConfig", "Parts", "Spatial", "VisionModel", "__version__",
     "analysis", "create_model", "errors", "export_model", "freeze", "kernels", "list_models", "load_model", "models",
-    "objective", "operators", "rotary", "save_model", "sparsemax", "testing", "use_kernels",
+    "objective", "operators", "push_to_hub", "rotary", "save_model", "sparsemax", "testing", "use_kernels",
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from dmst.engine.recipe import Recipe, from_toml, read_recipe
 from dmst.errors import BadFileError, MissingSplitError, OptionError
 from dmst.export.onnx_network import OnnxNetwork, read_onnx
 from dmst.models import ModelConfig, VisionModel, load_model, model_config, shipped
+from dmst.models.hub import SCHEME
 from dmst.models.preprocessing import set_mean_std
 from dmst.models.zoo import FREE, take_over
 from dmst.operators.orthonormal import retract
@@ -177,9 +178,11 @@ def read_weights(where: str | Path, *, unverified: bool = False) -> VisionModel:
             f"{where} is an ONNX file: `dmst classify` and `dmst evaluate` take it. Here the network itself is needed: name "
             "the saved model that it was exported from."
         )
-    if not Path(where).exists():
+    if not (Path(where).exists() or str(where).startswith(SCHEME)):
         have = ", ".join(shipped.SHIPPED)
-        raise BadFileError(f"{where} is not there: name a saved model, a finished run, or weights that ship ({have}).")
+        raise BadFileError(
+            f"{where} is not there: name a saved model, a finished run, weights that ship ({have}), or hf://owner/name."
+        )
     model = load_model(where, unverified=unverified).float()
     retract(model)
     return model

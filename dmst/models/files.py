@@ -28,6 +28,7 @@ from torch import Tensor
 import dmst
 from dmst import atomic
 from dmst.errors import BadFileError, OptionError, shown
+from dmst.models import hub
 from dmst.models.config import ModelConfig
 from dmst.models.preprocessing import pretrained_cfg, set_mean_std
 from dmst.models.vision import VisionModel
@@ -85,12 +86,12 @@ def save_model(model: VisionModel, folder: str | Path, *, overwrite: bool = Fals
 
 
 def load_model(folder: str | Path, *, unverified: bool = False, device: Any = None) -> VisionModel:
-    """The model saved in `folder`, or in final/ of a finished run, in evaluation mode.
+    """The model saved in `folder`, in final/ of a finished run, or on the hub (hf://owner/name), in evaluation mode.
 
     `unverified` admits a folder of the same form without hashes, such as timm's `save_for_hf(..., safe_serialization=True)`
     writes. For other classes: `model.reset_classifier`.
     """
-    folder = _found(Path(folder))
+    folder = _found(hub.download(folder) if isinstance(folder, str) and folder.startswith(hub.SCHEME) else Path(folder))
     path = folder / CONFIG
     if not path.exists():
         raise BadFileError(f"{path} cannot be read: there is none, and a saved model is a folder with {WEIGHTS} and {CONFIG}.")

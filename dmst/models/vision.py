@@ -24,6 +24,7 @@ from dmst.errors import OptionError, choose
 from dmst.models.block import Block, LayerTrace
 from dmst.models.class_attention import ClassAttentionBlock
 from dmst.models.config import ModelConfig
+from dmst.models.hub import HubMethods
 from dmst.models.positions import POSITIONS
 from dmst.models.preprocessing import patch_grid, pretrained_cfg
 from dmst.models.stems import STEMS
@@ -48,7 +49,7 @@ class Trace(NamedTuple):
     layers: list[LayerTrace]
 
 
-class VisionModel(nn.Module):
+class VisionModel(HubMethods, nn.Module):
     def __init__(self, config: ModelConfig, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         factory = {"device": device, "dtype": dtype}
