@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
-from dmst.cli import analyze, classify, data, explore, export, report, reproduce, train
+from dmst.cli import analyze, classify, convert, data, explore, export, report, reproduce, train
 from dmst.cli.imported import import_module
 from dmst.terminal import Terminal, say
 from dmst.words import lines
@@ -152,7 +152,7 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print the result 
 
 
 PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # of `dmst --help`, in this order
-    "Use": (classify.classify, explore.explore, export.export, models, demo),
+    "Use": (classify.classify, explore.explore, export.export, convert.convert, models, demo),
     "Train": (train.train, train.evaluate, train.recipes, data.app),
     "Look inside": (report.report, analyze.app),
     "Research": (operators, reproduce.reproduce),

@@ -56,7 +56,7 @@ def test_the_help_is_in_groups() -> None:
         [line.split()[1] for line in panel.splitlines()[1:] if line.startswith("│ ") and line[2] != " "] for panel in panels
     ]
     assert verbs == [
-        ["classify", "explore", "export", "models", "demo"],
+        ["classify", "explore", "export", "convert", "models", "demo"],
         ["train", "evaluate", "recipes", "data"],
         ["report", "analyze"],
         ["operators", "reproduce"],
