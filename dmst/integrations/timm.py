@@ -29,9 +29,9 @@ from dmst.models.files import WEIGHTS
 from dmst.models.preprocessing import pretrained_cfg
 
 if __name__ == "__main__":  # the models are registered by the module of that name, which the script may import too
-    del sys.argv[0]
-    if not sys.argv or not Path(sys.argv[0]).is_file():
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         raise SystemExit("Name a script of timm, such as its validate.py: python -m dmst.integrations.timm SCRIPT [ARGUMENTS]")
+    del sys.argv[0]
     try:
         importlib.import_module("dmst.integrations.timm")
     except DmstError as error:

@@ -71,7 +71,8 @@ class VisionModel(HubMethods, nn.Module):
     # --- from images to logits ---------------------------------------------------------------------------------------
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.forward_head(self.finish(self._through(images), self._pools_class_token()))
+        alone = isinstance(images, Tensor) and self._pools_class_token()  # a graph of torch.fx is asked for any of its nodes
+        return self.forward_head(self.finish(self._through(images), alone))
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Every token at the end, normed: (b, 1 + n, d), or (b, n, d) with readout "mean"."""
