@@ -10,7 +10,7 @@ BIN := .venv/bin
 SLOW := slow or compile or interpreter or process or browser
 PYTEST := $(BIN)/pytest --numprocesses 2 --dist worksteal
 
-.PHONY: help demo setup test test-slow test-all soak lint format clean
+.PHONY: help demo setup test test-slow test-all soak docs lint format clean
 
 help:
 	@echo "make demo    train small networks on digits and look inside: runs/demo/report.html"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-slow   the tests marked slow, compile, interpreter, process or browser, with coverage"
 	@echo "make test-all    both"
 	@echo "make soak    the long run: every promise of reliability many times over; AREA=crash for one area of it"
+	@echo "make docs    the documentation as a site, in site/"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the files"
 	@echo "make clean   remove what the other targets made"
@@ -47,6 +48,10 @@ test-all: test test-slow
 soak: setup
 	$(BIN)/python -m soak $(AREA)
 
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html; its search wants a server: python -m http.server --directory site"
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,5 +62,5 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf .venv dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
