@@ -91,7 +91,9 @@ def main() -> None:
                 for mode in ask.modes:
                     rows += timed(ask, mode, torch.randn(batch, 3, size, size))
     if ask.json:
-        ask.json.write_text(json.dumps({"environment": provenance.environment(), "rows": rows}, indent=1) + "\n")
+        told = {"commit": provenance.commit(), "versions": provenance.versions(), "threads": ask.threads, "turns": ask.turns}
+        lines = ",\n".join(map(json.dumps, rows))
+        ask.json.write_text(json.dumps(told, indent=1)[:-2] + f',\n "rows": [\n{lines}\n]}}\n')
 
 
 def timed(ask: argparse.Namespace, mode: str, images: Tensor) -> list[dict[str, Any]]:
