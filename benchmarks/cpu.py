@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from with_timm import import_timm
 
 from dmst import provenance
 from dmst.models import create_model, freeze
@@ -37,9 +38,7 @@ Run = Callable[[Tensor], Tensor]
 def build(what: str, pixels: int) -> nn.Module:
     torch.manual_seed(0)
     if what.startswith("timm:"):
-        import timm
-
-        return timm.create_model(what.removeprefix("timm:"), img_size=pixels).eval()
+        return import_timm().create_model(what.removeprefix("timm:"), img_size=pixels).eval()
     return freeze(create_model(what, img_size=pixels))
 
 

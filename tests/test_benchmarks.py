@@ -21,7 +21,7 @@ from dmst.operators import create
 from dmst.reproduce import ledger
 
 ROOT = Path(__file__).resolve().parent.parent
-HELPERS = ("measure", "moves_plans", "moves_render", "published")
+HELPERS = ("measure", "moves_plans", "moves_render", "published", "with_timm")
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in HELPERS)
 
 

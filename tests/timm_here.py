@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import os
 
 import pytest
 
-from dmst.errors import MissingExtraError
+from benchmarks.with_timm import import_timm
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when timm is imported; a refused download takes 23 s otherwise
 try:
-    integration = importlib.import_module("dmst.integrations.timm")
-except MissingExtraError as error:
+    timm = import_timm()
+except (ImportError, RuntimeError) as error:
     pytest.skip(f"needs timm: {error}", allow_module_level=True)
-timm = importlib.import_module("timm")
+integration = importlib.import_module("dmst.integrations.timm")
 for _part in ("data", "optim", "utils"):  # import timm leaves them out
     importlib.import_module(f"timm.{_part}")
 torchvision = importlib.import_module("torchvision")
