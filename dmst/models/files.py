@@ -139,7 +139,9 @@ def _describe(model: VisionModel, weights: bytes) -> dict[str, Any]:
         "model_args": {
             key: value
             for key, value in mine.items()
-            if known and any(mine[name] != base[name] for name in (key, tied.get(key, key)))
+            if known
+            and key != "num_classes"  # stated above: transformers would pass it to timm twice
+            and any(mine[name] != base[name] for name in (key, tied.get(key, key)))
         },
         "pretrained_cfg": pretrained_cfg(config) | {key: list(model.pretrained_cfg[key]) for key in ("mean", "std")},
         "dmst": {

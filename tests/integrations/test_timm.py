@@ -24,6 +24,7 @@ from dmst.models.positions import FourierPosition
 from dmst.models.vision import VisionModel
 from dmst.models.zoo import MODELS, model_config, timm_name
 from tests import forked
+from tests.forged import forge, put
 from tests.integrations.test_timm_contract import SMALL, every_model, images, one_of_each, small
 from tests.timm_here import timm, torchvision
 
@@ -156,7 +157,8 @@ def test_files_of_either_side_load_on_either_side(name: str, tmp_path: Path) -> 
     timm.models.save_for_hf(model, tmp_path / "timm", model_args=options, safe_serialization=True)
     dmst.save_model(model, tmp_path / "dmst")
     loaded = [dmst.load_model(tmp_path / "timm", unverified=True), dmst.load_model(tmp_path / "dmst")]
-    loaded += [timm.create_model(f"local-dir:{tmp_path / side}", pretrained=True).eval() for side in ("timm", "dmst")]
+    forge(dmst.save_model(model, tmp_path / "before"), change=put("model_args", "num_classes", value=5))  # as it was written
+    loaded += [timm.create_model(f"local-dir:{tmp_path / side}", pretrained=True).eval() for side in ("timm", "dmst", "before")]
     x = images(model)
     wanted = model(x)
     for other in loaded:

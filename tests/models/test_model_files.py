@@ -137,7 +137,9 @@ def test_layout(tmp_path: Path) -> None:
     assert told["dmst"]["files"] == {WEIGHTS: {"size": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}}
     assert told["dmst"]["config"] == json.loads(json.dumps(model.config.to_dict()))
     assert (told["architecture"], told["num_classes"], told["num_features"]) == ("dmst_vit_tiny_patch16_224", 3, 16)
-    assert told["model_args"] == {**SMALL, "img_size": [16, 16]}  # what departs from the named model, and nothing else
+    departs = {**SMALL, "img_size": [16, 16]}  # from the named model
+    del departs["num_classes"]  # it is said once: transformers passes all of model_args, and the classes, to timm
+    assert told["model_args"] == departs
     assert told["pretrained_cfg"]["input_size"] == [3, 16, 16] and told["pretrained_cfg"]["num_classes"] == 3
     stored = safetensors.torch.load(weights)
     assert stored.keys() == model.state_dict().keys()
@@ -317,6 +319,12 @@ def test_a_crate_from_before_its_eps_was_stated_keeps_the_one_it_was_trained_wit
     again = load_model(folder)
     assert again.config.norm_eps == again.blocks[0].norm.eps == again.norm.eps == 1e-6
     assert again.config == model.config and create_model("crate_tiny", **SMALL).norm.eps == 1e-5
+
+
+def test_a_model_from_before_whose_model_args_state_the_classes_too(tmp_path: Path) -> None:
+    model = tiny()
+    folder = forge(save_model(model, tmp_path / "old"), change=put("model_args", "num_classes", value=3))
+    assert load_model(folder).config == model.config and same(load_model(folder), model)
 
 
 @pytest.mark.parametrize(
