@@ -6,6 +6,7 @@ probes.py (what each layer does, asked during training) run_journal.py (a run, f
 certificates.py (does each step lower its rate?)        theorem.py (the paper's inequality, on real weights)
 scored.py (are the maps true?)                          intervene.py (heads and groups switched off, gates forced)
 groups.py (the groups of a head: mass, nearest patches, pull)
+features.py (the features of patches as colours)
 """
 
 from dmst.analysis.certificates import Certificate, certify

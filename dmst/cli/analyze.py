@@ -28,6 +28,12 @@ app = typer.Typer(name="analyze", help="Measure and draw what the layers of a ne
 
 NETWORK = "A network that ships (`dmst models --shipped`), a saved model, or a finished run."
 Weights = Annotated[str, typer.Argument(help=NETWORK)]
+Network = Annotated[str, typer.Option("--weights", help=NETWORK)]
+Photos = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PHOTO]...", help="Image files, or folders of them. Default: images of a dataset."),
+]
+Layer = Annotated[str, typer.Option(metavar="N|all", help="One layer, from 0 (-1 is the last), or all.")]
 Data = Annotated[
     str | None,
     typer.Option(
@@ -65,6 +71,7 @@ def opened(
     *,
     photos: Sequence[str | Path] = (),
     unverified: bool = False,
+    size: int | None = None,
 ) -> Iterator[list[tuple[VisionModel, Sample]]]:
     """Every network, and the images that are asked for, else those that a run was evaluated on, else what is at hand."""
     from dmst.engine.distributed import joined
@@ -74,10 +81,20 @@ def opened(
     with joined(device) as group:
         models = [read_weights(where, unverified=unverified).to(group.device) for where in weights]
         places = {"split": split, "data_dir": data_dir, "photos": photos, "limit": limit, "batch_size": batch_size}
+        places |= {"size": size}
         yield [
             (model, sample(model, data, run=None if photos else where, device=group.device, **places))  # type: ignore[arg-type]
             for model, where in zip(models, weights, strict=True)
         ]
+
+
+def layers_named(layer: str) -> list[int] | None:
+    """What --layer says: the number of one layer; None for all."""
+    from dmst.errors import OptionError
+
+    if layer != "all" and not layer.removeprefix("-").isdecimal():
+        raise OptionError(f"--layer is {layer!r}: it must be a whole number, or all.")
+    return None if layer == "all" else [int(layer)]
 
 
 def show(title: str, columns: Iterable[str], rows: Iterable[Sequence[object]], words: Mapping[str, str] | None = None) -> None:
@@ -321,14 +338,11 @@ READ = {
 @app.command()
 def maps(
     out: Annotated[str, typer.Option(metavar="DIR", help="The folder for the pictures, one per image.")],
-    photos: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[PHOTO]...", help="Image files, or folders of them. Default: images of a dataset."),
-    ] = None,
-    weights: Annotated[str, typer.Option(help=NETWORK)] = "dmst_cifar10",
+    photos: Photos = None,
+    weights: Network = "dmst_cifar10",
     data: Data = None,
     split: Split = "",
-    layer: Annotated[str, typer.Option(metavar="N|all", help="One layer, from 0 (-1 is the last), or all.")] = "all",
+    layer: Layer = "all",
     limit: Limit = 8,
     unverified: Unverified = False,
     data_dir: DataDir = None,
@@ -351,16 +365,13 @@ def maps(
     from dmst.analysis.running import only_looking
     from dmst.atomic import write_bytes
     from dmst.engine.classify import photos_in
-    from dmst.errors import OptionError
 
-    if layer != "all" and not layer.removeprefix("-").isdecimal():
-        raise OptionError(f"--layer is {layer!r}: it must be a whole number, or all.")
-    paths = photos_in(photos) if photos else []
+    asked, paths = layers_named(layer), photos_in(photos) if photos else []
     with (
         opened([weights], data, split, data_dir, limit, 8, device, photos=paths, unverified=unverified) as [(model, found)],
         only_looking(model),
     ):
-        layers = list(range(len(model.blocks))) if layer == "all" else [int(layer)]
+        layers = asked or list(range(len(model.blocks)))
         classes = model.class_names or tuple(f"class {i}" for i in range(model.config.num_classes))
         done = 0
         for images, _ in found:
@@ -383,6 +394,64 @@ def maps(
                 say(json.dumps({"picture": str(path), "images": found.name, "answer": answer, "layers": told}))
         if not as_json:
             say(f"{found.name}: {done} pictures written to {out}. {READ[drawn(trace, layers[0])[0]]}")
+
+
+# --- features ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def features(
+    photos: Photos = None,
+    weights: Network = "dmst_cifar10",
+    out: Annotated[str, typer.Option(metavar="DIR", help="The folder for the pictures, one per image.")] = "features",
+    data: Data = None,
+    split: Split = "",
+    layer: Layer = "all",
+    size: Annotated[
+        int | None,
+        typer.Option(metavar="PIXELS", help="Read the images at this size: more patches. Default: the network's own."),
+    ] = None,
+    limit: Limit = 8,
+    unverified: Unverified = False,
+    data_dir: DataDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per picture.")] = False,
+    device: Device = "cpu",
+) -> None:
+    """Draw the features of the patches after each layer as colours, one picture per image.
+
+    dmst analyze features photo.jpg
+
+    dmst analyze features photo.jpg --weights runs/mine --size 128 --out features
+
+    Red, green and blue are the first three principal components of the layer's tokens, over all images given: patches of one
+    colour hold alike features. The number under a tile is the part of the variance that the three components hold.
+    """
+    from dmst.analysis.features import features_sheet, layer_components
+    from dmst.analysis.membership import png
+    from dmst.atomic import write_bytes
+    from dmst.engine.classify import photos_in
+
+    layers, paths = layers_named(layer), photos_in(photos) if photos else []
+    with opened([weights], data, split, data_dir, limit, 8, device, photos=paths, unverified=unverified, size=size) as [
+        (model, images)
+    ]:
+        with counted(images.name, images.count, quiet=as_json) as tick:
+            found = layer_components(model, images, layers, tick=tick)
+        done = 0
+        for batch, _ in images:
+            for image in batch:
+                title = f"-{fitting(images.titles[done])}" if images.titles else ""
+                path = write_bytes(Path(out) / f"{done:03d}{title}.png", png(features_sheet(image, found, done)))
+                done += 1
+                if as_json:
+                    shares = {number: (each.variance / (each.total or 1)).tolist() for number, each in found.items()}
+                    told = [{"layer": number, "share": share} for number, share in shares.items()]
+                    say(json.dumps({"picture": str(path), "images": images.name, "layers": told}))
+    if not as_json:
+        say(
+            f"{images.name}: {done} {'picture' if done == 1 else 'pictures'} written to {out}. Colours: the first three "
+            "principal components of each layer's patches. Under a tile: their part of the variance."
+        )
 
 
 # --- scored ------------------------------------------------------------------------------------------------------------

@@ -80,17 +80,22 @@ def sample(
     limit: int = 1000,
     batch_size: int = 64,
     device: torch.device | str = "cpu",
+    size: int | None = None,
 ) -> Sample:
-    """What to look at; the network decides size, channels and normalisation. `run`: the folder of a run, if it is one."""
+    """What to look at; the network decides size (unless one is given), channels and normalisation. `run`: the folder of a run,
+    if it is one."""
     if limit < 1 or batch_size < 1:
         raise OptionError(f"limit is {limit} and batch_size {batch_size}: both must be at least 1.")
     if data and photos:
         raise OptionError(f"{data} and photos: name a dataset, or photos, not both.")
     config, dtype = model.config, next(model.parameters()).dtype
+    if size is not None and (size < 1 or size % config.patch_size):
+        raise OptionError(f"size is {size}: it must be a multiple of {config.patch_size}, the patch of {config.name}.")
     held, crop_pct = prepare.evaluated_by(None if data or photos else run, data_dir)
 
     def stream(images: ImageSet) -> EvalStream:
-        return EvalStream(images, prepare.view_of(model, crop_pct), batch_size=batch_size, device=device)
+        view = prepare.view_of(model, crop_pct)
+        return EvalStream(images, view._replace(size=size or view.size), batch_size=batch_size, device=device)
 
     if photos:
         name = "1 photo" if len(photos) == 1 else f"{len(photos)} photos"
