@@ -54,6 +54,8 @@ if __name__ == "__main__":
     mp.spawn(work, (sys.argv[1],), nprocs=2)
 """
 
+HERE = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+
 
 def run(code: str, folder: Path, *words: str) -> None:
     (folder / "program.py").write_text(code)
@@ -68,7 +70,7 @@ def test_the_loops_of_the_page(library: str, saved: str, tmp_path: Path) -> None
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install {library}")
     (code,) = (code for code in CODES if f"import {library}" in code or f"from {library}" in code)
-    run(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}", tmp_path)
+    run(f"{HERE}from benchmarks.with_timm import import_timm\nimport_timm()\n{code}", tmp_path)  # torchvision of any build
     model = load_model(tmp_path / saved)
     assert model.num_classes == 3 and model(torch.randn(2, 1, 8, 8)).isfinite().all()
 
@@ -76,7 +78,7 @@ def test_the_loops_of_the_page(library: str, saved: str, tmp_path: Path) -> None
 @pytest.mark.process
 def test_a_large_network_is_sharded_over_two_processes(tmp_path: Path) -> None:
     """And learns what the whole one learns; gathered, it is saved and loaded as ours."""
-    run(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{SHARDED}", tmp_path, str(tmp_path))
+    run(HERE + SHARDED, tmp_path, str(tmp_path))
     sharded, plain = (load_model(tmp_path / name).state_dict() for name in ("sharded", "plain"))
     assert sum(x.numel() for x in sharded.values()) > 25e6
     for name, x in plain.items():

@@ -5,17 +5,21 @@ Then oracles: timm's ViT and parts of its XCiT. What timm asks of a model by its
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import dmst
+from dmst import photos
 from dmst.errors import OptionError
 from dmst.models import shipped
 from dmst.models.class_attention import ClassAttentionBlock
@@ -252,8 +256,9 @@ if __name__ == "__main__":
 """
 
 
-def run_script(*arguments: str) -> forked.Done:
-    return forked.python("-m", "dmst.integrations.timm", *arguments, root=ROOT, strict=True)
+def run_script(*arguments: str, strict: bool = True) -> forked.Done:
+    """With torchvision of any build (benchmarks/with_timm.py)."""
+    return forked.python("-m", "benchmarks.with_timm", "dmst.integrations.timm", *arguments, root=ROOT, strict=strict)
 
 
 @pytest.mark.process
@@ -264,6 +269,34 @@ def test_a_script_of_timm_finds_the_models(tmp_path: Path) -> None:
     done = run_script(str(script), "--model", "dmst_digits")
     assert done.returncode == 7, done.stderr  # the script's own
     assert done.stdout == f"found {[str(script), '--model', 'dmst_digits']} (1, 8, 8) (2, 10)\n"
+
+
+@pytest.mark.process
+def test_the_training_script_trains_a_network(tmp_path: Path) -> None:
+    """timm's own train.py, on photos of two classes; its validate.py finds in the checkpoint what was trained."""
+    scripts = Path(os.environ.get("TIMM_SCRIPTS", "none"))
+    if not (scripts / "train.py").is_file():
+        pytest.skip("TIMM_SCRIPTS names no folder with timm's train.py and validate.py: the wheel has none, a clone does")
+    for part in ("train", "validation"):
+        for name in ("cat", "coffee"):
+            (tmp_path / "photos" / part / name).mkdir(parents=True)
+            with Image.open(photos.photo(name)) as whole:
+                for i in range(8):
+                    whole.crop((20 * i, 10 * i, 20 * i + 160, 10 * i + 160)).save(tmp_path / f"photos/{part}/{name}/{i}.jpg")
+    asked = ["--data-dir", f"{tmp_path}/photos", "--model", "dmst_cifar10", "--num-classes", "2", "--device", "cpu"]
+    asked += ["--batch-size", "8", "--workers", "0"]
+    how = ["--pretrained", "--opt", "adamw", "--lr", "2e-3", "--epochs", "6", "--warmup-epochs", "0", "--output", str(tmp_path)]
+    done = run_script(f"{scripts}/train.py", *asked, *how, "--experiment", "run", strict=False)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "run/summary.csv").open() as file:
+        epochs = list(csv.DictReader(file))
+    assert len(epochs) == 6 and float(epochs[-1]["eval_loss"]) < 0.3 < 0.5 < float(epochs[0]["train_loss"])
+    where = ["--split", "validation", "--checkpoint", f"{tmp_path}/run/last.pth.tar", "--results-file", f"{tmp_path}/found.csv"]
+    done = run_script(f"{scripts}/validate.py", *asked, *where, strict=False)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "found.csv").open() as file:
+        (found,) = csv.DictReader(file)
+    assert float(found["top1"]) == float(epochs[-1]["eval_top1"]) == 100
 
 
 def test_no_script_is_one_line() -> None:

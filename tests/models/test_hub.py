@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -122,17 +121,29 @@ def test_what_is_not_there_and_what_is_damaged(home: Home) -> None:
 
 @pytest.mark.process
 def test_timm_both_ways(home: Home) -> None:
-    try:
-        importlib.import_module("dmst.integrations.timm")
-    except MissingExtraError as error:
-        pytest.skip(f"needs timm: {error}")
-    home.python("""
-import timm, dmst.integrations.timm
+    pytest.importorskip("timm", reason="timm is not installed")
+    home.python(
+        """
+from benchmarks.with_timm import import_timm
+timm = import_timm()
+import dmst.integrations.timm
 theirs = timm.create_model("hf-hub:me/digits", pretrained=True).eval()
 assert torch.equal(theirs(images), model(images))
 timm.models.push_to_hf_hub(timm.create_model("dmst_digits", pretrained=True), "me/timm", safe_serialization=True)
 assert torch.equal(dmst.VisionModel.from_pretrained("me/timm", unverified=True)(images), model(images))
-""")
+""",
+        HF_HUB_OFFLINE="0",  # which import_timm would set
+    )
+
+
+@pytest.mark.process
+def test_the_code_of_the_page(home: Home) -> None:
+    """That of docs/ecosystem.md, where the hub has a revision v1.0."""
+    (code, *_) = (
+        (ROOT / "docs/ecosystem.md").read_text().partition("on the Hugging Face Hub\n")[2].split("```py\n")[1].split("```")
+    )
+    before = 'dmst.save_model(model, "runs/photos")\ndmst.push_to_hub(model, "me/photos", branch="v1.0")\n'
+    home.python(f'{before}{code}assert model.class_names == tuple("0123456789") and address.startswith("hf://me/photos@")')
 
 
 @pytest.mark.process
