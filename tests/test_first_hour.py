@@ -37,6 +37,7 @@ ELSEWHERE = {
     "make demo": "tests/test_demo.py runs what it does",
     "make test": "this is a part of it",
     "dmst explore": "it is opened in a browser below",
+    "dmst export runs/PHOTOS --out photos.onnx": "it needs an extra, and says so below; tests/export has it",
 }
 
 
@@ -155,7 +156,15 @@ def test_code_of_the_readme_and_of_the_tutorial(home: Home) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("line", "extra"), [("explore --no-open", "explore"), ("train digits", "demo"), ("demo", "demo")])
+@pytest.mark.parametrize(
+    ("line", "extra"),
+    [
+        ("explore --no-open", "explore"),
+        ("train digits", "demo"),
+        ("demo", "demo"),
+        ("export dmst_digits --out x.onnx", "export"),
+    ],
+)
 def test_what_needs_an_extra_names_it_in_one_line(line: str, extra: str, home: Home) -> None:
     done = home.dmst(line)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr or done.stdout

@@ -13,7 +13,7 @@ ROOT = Path(dmst.__file__).parent
 ROWS = [
     ["words"],
     ["calibration", "errors", "photos", "provenance", "settings", "tracing", "atomic"],
-    ["sparsemax", "rotary", "terminal", "one_node"],
+    ["sparsemax", "rotary", "onednn", "terminal", "one_node"],
     ["objective", "kernels"],
     ["operators"],
     ["models", "data"],

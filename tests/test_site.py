@@ -38,10 +38,14 @@ def test_every_document_is_a_page(site: Path) -> None:
     assert not list(site.glob("*.py"))
     menu = (site / "index.html").read_text()
     assert all(f'href="{page}.html"' in menu for page in pages - {"404", "index"}), "a page that the menu does not name"
-    for path in site.glob("*.html"):
+    notebooks = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+    assert len(notebooks) == 2 and all(f'href="notebooks/{path.stem}.html"' in menu for path in notebooks)
+    assert "data:image/png;base64," in (site / "notebooks/look_inside.html").read_text()
+    for path in site.rglob("*.html"):
         text = path.read_text()
         assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="https?://', text), path.name
-        assert 'href="../' not in text and "None" not in re.findall(r"<title>(.*?)</title>", text)[0], path.name
+        assert 'href="../../' not in text and ('href="../' not in text or path.parent != site), path.name
+        assert "None" not in re.findall(r"<title>(.*?)</title>", text)[0], path.name
 
 
 @pytest.mark.process
@@ -50,6 +54,23 @@ def test_the_page_of_the_interface_has_signatures_and_words(site: Path) -> None:
     for name in re.findall(r"^::: (\S+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE):
         assert f'id="{name}' in text, name
     assert "A network by name, with fresh weights" in text
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_what_it_makes(path: Path) -> None:
+    """Each cell leaves outputs of the kinds that are in the file; `jupyter execute --inplace FILE` writes them anew."""
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install nbclient ipykernel")
+    nbformat = pytest.importorskip("nbformat")
+    kept = nbformat.read(path, as_version=4)
+    nbformat.validate(kept)
+    fresh = nbclient.execute(nbformat.from_dict(kept), cwd=str(path.parent), timeout=100)
+
+    def kinds(notebook: dict) -> list[list[list[str]]]:
+        cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        return [[sorted(output.get("data", [output.get("name")])) for output in cell["outputs"]] for cell in cells]
+
+    assert kinds(fresh) == kinds(kept) and any(kinds(kept))
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from dmst import rotary
 from dmst.errors import ShapeError, shown
 from dmst.kernels.arithmetic import add, cast, free, in_place, over, plus, wide
 from dmst.kernels.form import GATE, Choices
+from dmst.onednn import linear
 
 UNIT_SHARPNESS = 8.0  # of the softmax over groups, where keys have length 1
 Grid = tuple[int, int] | None
@@ -106,10 +107,10 @@ def attend(z: Tensor, weights: MixtureWeights, form: MixtureForm, *, grid: Grid 
 def take_steps(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid, dtype: torch.dtype) -> MixtureSteps:
     """Everything up to the update."""
     turned = turn(z, form, grid)
-    keys = split(F.linear(turned.to(dtype), weights.key.to(dtype), cast(weights.key_bias, dtype)), form)
+    keys = split(linear(turned.to(dtype), weights.key.to(dtype), cast(weights.key_bias, dtype)), form)
     pooled = None if weights.gate is None else token_mean(turned) @ wide(weights.gate).transpose(-2, -1)
     del turned  # on a CPU touching new memory is what costs most: the next product takes this
-    projected = split(F.linear(z.to(dtype), weights.subspace.to(dtype)), form)
+    projected = split(linear(z.to(dtype), weights.subspace.to(dtype)), form)
     return steps_from(projected, keys, pooled, form, grid)
 
 
@@ -222,7 +223,7 @@ def by_head(theta: Tensor) -> Tensor:
 def project_out(update: Tensor, weights: MixtureWeights, dtype: torch.dtype) -> Tensor:
     """sum_k update_k W_out,k + bias, in the compute dtype; tied to the subspaces where there is no `out`."""
     weight = weights.subspace.transpose(-2, -1) if weights.out is None else weights.out
-    out = F.linear(join(update, dtype), weight.to(dtype))
+    out = linear(join(update, dtype), weight.to(dtype))
     # the bias apart: with one F.linear hands out a view, which nobody may change in place
     return out if weights.out_bias is None else add(out, weights.out_bias.to(dtype))
 

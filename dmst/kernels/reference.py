@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.nn import functional as F
 
 from dmst import rotary
 from dmst.kernels.arithmetic import add, cast, product, times, wide
 from dmst.kernels.form import GATE, MEMBERSHIP, Form, Weights
+from dmst.onednn import linear
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -69,7 +69,7 @@ def steps_from(projected: Tensor, scores: Tensor | None, temperature: Tensor | N
 
 def project(z: Tensor, weights: Weights, heads: int, dtype: torch.dtype) -> Tensor:
     """s_nk = z_n U_k + bias, in the compute dtype."""
-    projected = F.linear(z.to(dtype), weights.subspace.to(dtype), cast(weights.subspace_bias, dtype))
+    projected = linear(z.to(dtype), weights.subspace.to(dtype), cast(weights.subspace_bias, dtype))
     return rearrange(projected, "b n (k p) -> b k n p", k=heads)
 
 
@@ -184,7 +184,7 @@ def project_out(update: Tensor, weights: Weights, dtype: torch.dtype) -> Tensor:
     """sum_k update_k W_out,k + bias, in the compute dtype; tied to the subspaces where there is no `out`."""
     flat = rearrange(update, "b k n p -> b n (k p)").to(dtype)
     weight = weights.subspace.transpose(-2, -1) if weights.out is None else weights.out
-    out = F.linear(flat, weight.to(dtype))
+    out = linear(flat, weight.to(dtype))
     if weights.out_bias is None:
         return out
     # apart: with a bias F.linear hands out a view, which nobody may change in place

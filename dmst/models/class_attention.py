@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst import tracing
+from dmst import onednn, tracing
 from dmst.models.config import ModelConfig
 from dmst.models.feedforward import Mlp
 from dmst.models.residual import Residual
@@ -63,5 +63,5 @@ class ClassAttentionBlock(OneNode):
         d = cls.shape[-1]
         weight, bias = self.qkv.weight, self.qkv.bias
         q = F.linear(cls, weight[:d], None if bias is None else bias[:d])
-        k, v = F.linear(tokens, weight[d:], None if bias is None else bias[d:]).chunk(2, -1)
+        k, v = onednn.linear(tokens, weight[d:], None if bias is None else bias[d:]).chunk(2, -1)
         return q, k, v

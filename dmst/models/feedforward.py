@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst import tracing
+from dmst import onednn, tracing
 from dmst.errors import OptionError
 from dmst.models.gelu import gelu, hidden
 from dmst.models.norm import normed
@@ -41,8 +41,12 @@ class Mlp(nn.Module):
         """With `scale` its last map is scaled (`Residual`)."""
         inner = self.drop(self.activate(z, grid))
         if scale is None:
-            return self.drop(self.fc2(inner))
+            return self.drop(self.finish(inner))
         return self.drop(F.linear(inner, *scaled(self.fc2.weight, self.fc2.bias, scale)))
+
+    def finish(self, inner: Tensor) -> Tensor:
+        plain = isinstance(inner, Tensor) and isinstance(self.fc2, nn.Linear) and tracing.is_plain(self.fc2)
+        return onednn.linear(inner, self.fc2.weight, self.fc2.bias) if plain else self.fc2(inner)
 
     def activate(self, z: Tensor, grid: Grid) -> Tensor:
         """The hidden channels, (b, n, hidden)."""

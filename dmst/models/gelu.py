@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from dmst import tracing
+from dmst import onednn, tracing
 from dmst.kernels import compute_dtype, without_autocast
 from dmst.kernels.arithmetic import cast
 from dmst.kernels.autocast import autocast_is_on
@@ -58,6 +58,8 @@ class Formula(torch.autograd.Function):
 
 def hidden(z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """gelu(z W^T + b), (..., h), in the compute dtype."""
+    if not z.is_cuda:
+        return onednn.linear(z, weight, bias, "gelu")
     if not _in_one_product(z, weight):
         return gelu(F.linear(z, weight, bias))
     dtype = compute_dtype(z)
@@ -67,7 +69,7 @@ def hidden(z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _in_one_product(z: Tensor, weight: Tensor) -> bool:
-    if not z.is_cuda or torch.is_grad_enabled() or chosen() == "reference":
+    if torch.is_grad_enabled() or chosen() == "reference":
         return False
     if tracing.exported() or tracing.transformed() or tracing.dispatched() or compute_dtype(z) != torch.bfloat16:
         return False

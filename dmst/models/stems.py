@@ -6,17 +6,21 @@ patch       z_n = W patch_n + bias
 norm_patch  z_n = norm(W norm(patch_n) + bias), a patch flattened row, column, channel
 
 cuDNN has no tensor-core kernel for images of 3 channels, and a slow one for 48. On a CUDA device `patch` is therefore a product
-with the patches, and a convolution of `conv`, in 16 bits, reads channels padded with zeros, channels last.
+with the patches, and a convolution of `conv`, in 16 bits, reads channels padded with zeros, channels last. On a CPU, in
+inference, `conv` works channels last too, with each batch norm folded into its convolution: two times faster.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from dmst import tracing
 from dmst.kernels import compute_dtype
 from dmst.models.gelu import gelu
 from dmst.one_node import OneNode
@@ -86,7 +90,24 @@ class ConvStem(OneNode):
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, images: Tensor) -> Tensor:
-        return rearrange(self.layers(images), "b d h w -> b (h w) d")
+        made = self._folded(images) if self._folds(images) else self.layers(images)
+        return rearrange(made, "b d h w -> b (h w) d")
+
+    def _folds(self, images: Tensor) -> bool:
+        if torch.is_grad_enabled() or not isinstance(images, Tensor) or images.device.type != "cpu":  # a proxy of torch.fx
+            return False
+        convs, norms = list(self.layers)[::3], list(self.layers)[1::3]  # unless somebody has put others in their place
+        usual = all(type(x) is PaddedConv for x in convs) and all(type(x) is nn.BatchNorm2d and not x.training for x in norms)
+        return usual and tracing.is_plain_eager() and tracing.is_plain(self.layers, *self.layers)
+
+    def _folded(self, x: Tensor) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        layers: list[Any] = list(self.layers)
+        for i, (conv, norm) in enumerate(zip(layers[::3], layers[1::3], strict=True)):
+            statistics = norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+            folded = fuse_conv_bn_weights(conv.weight, None, *statistics)
+            x = F.conv2d(F.gelu(x) if i else x, *folded, conv.stride, conv.padding)
+        return x
 
 
 class PatchStem(OneNode):

@@ -1,0 +1,52 @@
+"""x W^T + bias on a CPU by oneDNN, where torch asks MKL: in float32, on x86, where no graph of gradients is made. That is
+inference, and the forward pass of a layer with a backward pass of its own.
+
+MKL leaves half the width of processors that are not Intel's unused, and is two times slower there (docs/benchmarks.md). A
+product of less than SMALL multiply-adds an image stays with torch, whose calls are shorter. The choice does not depend on the
+batch, so that no image's answer does. Sums are float32 either way.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dmst import tracing
+
+SMALL = 2e6
+_operators = torch.ops.mkldnn
+WORD = {"none": "", "gelu": "none"}  # how the operator wants to be told which GELU: the exact one
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+    """activation(x W^T + bias), "none" or "gelu", for x (..., n, d)."""
+    if _serves(x, weight, bias):
+        return _operators._linear_pointwise(x, weight, bias, activation, [], WORD[activation])
+    made = F.linear(x, weight, bias)
+    return F.gelu(made) if activation == "gelu" else made
+
+
+def _serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if x.device.type != "cpu" or torch.is_grad_enabled() or not tracing.is_plain_eager():
+        return False
+    given = (x, weight) if bias is None else (x, weight, bias)
+    if any(t.dtype != torch.float32 for t in given) or torch.is_autocast_enabled("cpu"):
+        return False
+    return x.shape[-2:].numel() * len(weight) >= SMALL and bool(x.numel()) and _present()
+
+
+@functools.cache
+def _present() -> bool:
+    """Whether torch has the operator, and it does what is said of it."""
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
+        return False
+    x, bias = torch.tensor([[1.0, 2.0]]), torch.tensor([-9.0])
+    try:
+        made = [_operators._linear_pointwise(x, x, bias, name, [], word) for name, word in WORD.items()]
+    except (AttributeError, RuntimeError):  # another torch
+        return False
+    return torch.allclose(made[0], torch.tensor(-4.0)) and torch.allclose(made[1], F.gelu(torch.tensor(-4.0)))
