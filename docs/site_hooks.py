@@ -1,11 +1,12 @@
 """What mkdocs does to the documents: files of the repository become pages, and links that leave the documents become names.
 
-README.md is the front page; CONTRIBUTING.md and CHANGELOG.md are pages too. A link to code, results or weights has nowhere to
-lead on a site that stands alone: its text stays, and the path beside it.
+README.md is the front page; CONTRIBUTING.md, CHANGELOG.md and the notebooks, with their outputs, are pages too. A link to code,
+results or weights has nowhere to lead on a site that stands alone: its text stays, and the path beside it.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,23 @@ def on_files(files: Files, config: Any) -> Files:
     for path, page in PAGES.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=LINK.sub(lambda found: _from_root(found), text)))
+    for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=_notebook(path)))
     return files
+
+
+def _notebook(path: Path) -> str:
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            found = output.get("data", {"text/plain": output.get("text", "")})
+            if "image/png" in found:
+                parts.append(f"![output](data:image/png;base64,{''.join(found['image/png'].split())})")
+            else:
+                parts.append(f"```text\n{''.join(found['text/plain']).rstrip()}\n```")
+    return "\n\n".join([*parts, f"*This page is a notebook: [{path.name}]({path.name}).*\n"])
 
 
 def _from_root(found: re.Match[str]) -> str:
@@ -33,8 +50,8 @@ def _from_root(found: re.Match[str]) -> str:
     return f"{found[1]}[{found[2]}]({target})"
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    return LINK.sub(_inside, markdown)
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    return markdown if page.file.src_uri.startswith("notebooks/") else LINK.sub(_inside, markdown)
 
 
 def _inside(found: re.Match[str]) -> str:

@@ -36,6 +36,7 @@ OPERATOR = "import dmst\n\n\nclass Mine(dmst.TSSA):\n    pass\n\n\ndmst.OPERATOR
 ELSEWHERE = {
     "make demo": "tests/test_demo.py runs what it does",
     "make test": "this is a part of it",
+    "make docs": "tests/test_site.py builds it",
     "dmst explore": "it is opened in a browser below",
     "dmst export runs/PHOTOS --out photos.onnx": "it needs an extra, and says so below; tests/export has it",
 }
