@@ -4,15 +4,17 @@
                              [--modes eager compiled onnx] [--turns 20] [--json FILE]
 
 A network is NAME of the zoo or timm:NAME where timm is installed; fresh weights, float32. Modes are plain calls, torch.compile,
-and onnxruntime. What a mode answers is compared with plain calls, and a row that differs by more than 1e-3 has no time. An
-absolute time is of one machine; ratios of one run are what to quote.
+and onnxruntime (ours by `dmst.export_model`, timm's by `torch.onnx.export` at the same opset; its threads do not spin while
+another network has its turn). What a mode answers is compared with plain calls, and a row that differs by more than 1e-3 has no
+time. An absolute time is of one machine; ratios of one run are what to quote.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
+import logging
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -23,8 +25,9 @@ import torch
 from torch import Tensor, nn
 from with_timm import import_timm
 
-from dmst import provenance
-from dmst.models import create_model, freeze
+from dmst import export_model, provenance
+from dmst.export.files import OPSET
+from dmst.models import VisionModel, create_model, freeze
 
 NETWORKS = [
     "dmst_tiny", "gmst_tiny", "tost_tiny", "timm:vit_tiny_patch16_224", "timm:xcit_tiny_12_p16_224",
@@ -45,12 +48,18 @@ def build(what: str, pixels: int) -> nn.Module:
 def onnx(model: nn.Module, images: Tensor, threads: int) -> Run:
     import onnxruntime
 
-    file, options = io.BytesIO(), onnxruntime.SessionOptions()
-    program = torch.onnx.export(model, (images,), dynamo=True, opset_version=18, verbose=False, input_names=["images"])
-    assert program is not None
-    program.save(file)
+    options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 3
-    session = onnxruntime.InferenceSession(file.getvalue(), options, providers=["CPUExecutionProvider"])
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.onnx"
+        if isinstance(model, VisionModel):
+            export_model(model, file, size=images.shape[-1])
+        else:
+            made = torch.onnx.export(model, (images,), dynamo=True, opset_version=OPSET, verbose=False, input_names=["images"])
+            assert made is not None
+            made.save(file)
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     return lambda x: torch.from_numpy(session.run(None, {"images": x.numpy()})[0])
 
 
@@ -83,6 +92,7 @@ def main() -> None:
     ask = parser.parse_args()
     torch.set_num_threads(ask.threads)
     warnings.simplefilter("ignore")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         for size in ask.sizes:

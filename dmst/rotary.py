@@ -147,8 +147,8 @@ def _line_from(factors: Factors, n: int) -> Table:
 def _line_of(dim: int, n: int, device: torch.device, dtype: torch.dtype) -> Table:
     pair = torch.arange(0, dim, 2, device=device, dtype=torch.float64)
     angle = torch.arange(n, device=device, dtype=torch.float64).unsqueeze(-1) * BASE ** (-pair / dim)
-    angle = angle.unsqueeze(-1).expand(-1, -1, 2).flatten(1)  # each twice
-    return Table(angle.cos().to(dtype), angle.sin().to(dtype))
+    # each twice
+    return Table(*(x.to(dtype).unsqueeze(-1).expand(-1, -1, 2).flatten(1) for x in (angle.cos(), angle.sin())))
 
 
 def _plane(dim: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Table:

@@ -7,10 +7,11 @@ some at other sizes and shapes, against the network itself.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,10 @@ from dmst.data.images import decode
 from dmst.errors import OptionError, in_one_line, shown
 from dmst.kernels import use_kernels
 from dmst.models import VisionModel, freeze
+from dmst.models.feedforward import MlpStep
+from dmst.models.residual import Residual
+from dmst.operators.base import scaled
+from dmst.operators.unrolled import Unrolled
 
 BAR = 1e-4  # the largest difference of an output that is accepted
 Run = Callable[[Tensor], "tuple[Tensor, ...]"]
@@ -58,6 +63,7 @@ def graph_of(model: VisionModel, *, maps: bool = False, size: int | None = None)
     if min(height, width) < 1 or height % config.patch_size or width % config.patch_size:
         raise OptionError(f"size is {shown(size)}: it must be a multiple of {config.patch_size}, the side of a patch.")
     network = Outputs(freeze(model).cpu().float(), maps).eval()
+    lean = Outputs(_without_scales(copy.deepcopy(network.model)), maps).eval()
     images = examples(model, (height, width))
     with plainly():
         found = network(images[:2])
@@ -70,7 +76,7 @@ def graph_of(model: VisionModel, *, maps: bool = False, size: int | None = None)
         for free in (True, False):
             sides = {2: config.patch_size * Dim("rows"), 3: config.patch_size * Dim("columns")} if free else {}
             try:
-                program = torch.export.export(network, (images[:2],), dynamic_shapes={"images": {0: Dim("batch"), **sides}})
+                program = torch.export.export(lean, (images[:2],), dynamic_shapes={"images": {0: Dim("batch"), **sides}})
                 graph = Graph(program, network, names, (height, width), free)
                 if not free or difference(graph, program.module(), others(graph)) <= BAR:
                     return graph
@@ -81,6 +87,24 @@ def graph_of(model: VisionModel, *, maps: bool = False, size: int | None = None)
                         "operator of this package can; one of your own must not branch on the values of its tokens."
                     ) from error
     raise AssertionError("a graph of one size is returned or is an error")
+
+
+def _without_scales(model: VisionModel) -> VisionModel:
+    """The network itself, with z + scale * (W x + b) as z + W' x + b' where W ends the step: one operation less."""
+    steps: list[tuple[Residual, Any]] = []
+    for block in model.blocks:
+        if isinstance(block.operator, Unrolled):
+            steps.append((block.residual, block.operator.out))  # type: ignore[arg-type]
+        if isinstance(block.feedforward, MlpStep):
+            steps.append((block.feedforward.residual, block.feedforward.mlp.fc2))
+    for residual, last in steps:
+        if residual.scale is not None and type(last) is nn.Linear:
+            weight, bias = scaled(last.weight, last.bias, residual.scale)
+            last.weight = nn.Parameter(weight, False)
+            if bias is not None:
+                last.bias = nn.Parameter(bias, False)
+            residual.scale = None
+    return model
 
 
 def examples(model: VisionModel, size: tuple[int, int]) -> Tensor:

@@ -35,7 +35,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("export") / "digits.onnx"
     said = invoke("export", "dmst_digits", "--out", str(file))
     assert said.exit_code == 0, said.output
-    assert "ONNX opset 18" in said.output and "any height and width in steps of 1" in said.output
+    assert "ONNX opset 20" in said.output and "any height and width in steps of 1" in said.output
     return file
 
 
@@ -119,7 +119,7 @@ def test_an_exported_program_of_torch(tmp_path: Path) -> None:
     note = {files.NOTE: ""}
     program = torch.export.load(made.path, extra_files=note)
     images = torch.randn(3, 1, 12, 8)
-    assert torch.equal(program.module()(images)[0], model(images))
+    torch.testing.assert_close(program.module()(images)[0], model(images), atol=1e-5, rtol=1e-5)
     told = {key: json.loads(value) for key, value in json.loads(note[files.NOTE]).items()}
     assert told["class_names"] == list(model.class_names) and told["mean"] == model.pretrained_cfg["mean"]
 
