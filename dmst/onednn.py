@@ -25,28 +25,45 @@ WORD = {"none": "", "gelu": "none"}  # how the operator wants to be told which G
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
     """activation(x W^T + bias), "none" or "gelu", for x (..., n, d)."""
     if _serves(x, weight, bias):
-        return _operators._linear_pointwise(x, weight, bias, activation, [], WORD[activation])
+        return (_operator if tracing.compiled() else _linear)(x, weight, bias, activation)
     made = F.linear(x, weight, bias)
     return F.gelu(made) if activation == "gelu" else made
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return _operators._linear_pointwise(x, weight, bias, activation, [], WORD[activation])
+
+
+# for the compiler, which takes torch's own operator for constant weights alone
+_operator = torch.library.custom_op("dmst::linear", _linear, mutates_args=())
+_operator.register_fake(lambda x, weight, bias, activation: x.new_empty(*x.shape[:-1], weight.shape[0]))
+
+
 def _serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    if x.device.type != "cpu" or torch.is_grad_enabled() or not tracing.is_plain_eager():
+    if x.device.type != "cpu" or torch.is_grad_enabled():
+        return False
+    if not (tracing.is_plain_eager() or (tracing.compiled() and not tracing.transformed())):
         return False
     given = (x, weight) if bias is None else (x, weight, bias)
     if any(t.dtype != torch.float32 for t in given) or torch.is_autocast_enabled("cpu"):
         return False
-    return x.shape[-2:].numel() * len(weight) >= SMALL and bool(x.numel()) and _present()
+    pays = x.shape[-2] * x.shape[-1] * weight.shape[0] >= SMALL
+    return tracing.surely(pays) and tracing.surely(x.numel() > 0) and _present()
+
+
+@torch.compiler.assume_constant_result
+def _present() -> bool:
+    return _works()
 
 
 @functools.cache
-def _present() -> bool:
+def _works() -> bool:
     """Whether torch has the operator, and it does what is said of it."""
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
         return False
     x, bias = torch.tensor([[1.0, 2.0]]), torch.tensor([-9.0])
     try:
-        made = [_operators._linear_pointwise(x, x, bias, name, [], word) for name, word in WORD.items()]
+        made = [_linear(x, x, bias, name) for name in WORD]
     except (AttributeError, RuntimeError):  # another torch
         return False
     return torch.allclose(made[0], torch.tensor(-4.0)) and torch.allclose(made[1], F.gelu(torch.tensor(-4.0)))

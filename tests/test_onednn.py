@@ -96,6 +96,23 @@ def test_networks_give_the_same_answers(name: str, calls: list[str]) -> None:
     assert not moved or any(not torch.equal(x, y) for x, y in zip(moved, model.buffers(), strict=True))
 
 
+@pytest.mark.compile
+def test_the_compiler_has_it_too(calls: list[str]) -> None:
+    """In one graph; without one for a length that is not known."""
+    model = dmst.create_model("dmst_tiny", depth=1).eval()
+    torch.nn.init.normal_(model.head.weight)
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        found = torch.compile(model, fullgraph=True, backend="aot_eager")(images)
+        assert {"none", "gelu"} <= set(calls)
+        torch.testing.assert_close(found, model(images), atol=1e-4, rtol=1e-4)
+        calls.clear()
+        open_ended = torch.compile(onednn.linear, fullgraph=True, backend="aot_eager", dynamic=True)
+        x, weight = torch.randn(2, LARGE, D), torch.randn(H, D)
+        torch.testing.assert_close(open_ended(x, weight), F.linear(x, weight), atol=1e-4, rtol=1e-4)
+        assert not calls
+
+
 def test_a_hook_on_a_layer_of_the_stem_is_heard() -> None:
     model, seen = dmst.create_model("dmst_tiny", depth=1, img_size=32).eval(), []
     model.stem.layers[1].register_forward_hook(lambda *_: seen.append(1))
