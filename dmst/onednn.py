@@ -1,9 +1,9 @@
 """x W^T + bias on a CPU by oneDNN, where torch asks MKL: in float32, on x86, where no graph of gradients is made. That is
 inference, and the forward pass of a layer with a backward pass of its own.
 
-MKL leaves half the width of processors that are not Intel's unused, and is two times slower there (docs/benchmarks.md). A
-product of less than SMALL multiply-adds an image stays with torch, whose calls are shorter. The choice does not depend on the
-batch, so that no image's answer does. Sums are float32 either way.
+On processors that are not Intel's MKL is two times slower (docs/benchmarks.md). A product of less than SMALL multiply-adds an
+image stays with torch, whose calls are shorter. The choice does not depend on the batch, so that no image's answer does. Sums
+are float32 either way.
 """
 
 from __future__ import annotations

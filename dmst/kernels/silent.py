@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dmst.kernels import reference
 from dmst.kernels.arithmetic import cast
 from dmst.kernels.form import Form, Weights
+from dmst.onednn import linear
 
 ROUND = 45e6  # multiply-adds that one group costs in overhead, measured on two cores (docs/lab-notes.md)
 
@@ -53,7 +53,7 @@ def project_active(z: Tensor, weights: Weights, form: Form, groups: Groups, dtyp
     for heads, samples in groups.items():
         index = torch.tensor(heads, dtype=torch.int64)
         mine = None if bias is None else bias.index_select(0, index).flatten()
-        part = F.linear(z[samples].to(dtype), rows.index_select(0, index).flatten(0, 1), mine)
+        part = linear(z[samples].to(dtype), rows.index_select(0, index).flatten(0, 1), mine)
         part = part.unflatten(-1, (len(heads), rows.shape[1]))
         if len(samples) == z.shape[0]:
             projected.index_copy_(2, index, part)
@@ -72,5 +72,5 @@ def project_out_active(update: Tensor, weights: Weights, groups: Groups, dtype: 
     for heads, samples in groups.items():
         index = torch.tensor(heads, dtype=torch.int64)
         part = flat[samples].index_select(2, index).flatten(2)
-        out[samples] = F.linear(part, columns.index_select(0, index).flatten(0, 1).mT, bias)
+        out[samples] = linear(part, columns.index_select(0, index).flatten(0, 1).mT, bias)
     return out
