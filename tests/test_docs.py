@@ -9,7 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import typer
 
+from dmst.cli import USAGE, app
 from dmst.models import create_model, model_config, shipped
 from dmst.models.zoo import LAYERS, SIZES, SMALL
 from dmst.operators import OPERATORS
@@ -57,7 +59,39 @@ def test_commands_run(line: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
+def typed(path: Path, prose: bool = True) -> list[list[str]]:
+    """The words of every command of ours that a document prints, in a block or in a line of prose."""
+    printed = [
+        line for kind in ("sh", "bash", "console", "text") for block in blocks(path, kind) for line in block.splitlines()
+    ]
+    lines = [line.removeprefix("$ ").replace(" && ", " # ") for line in printed]
+    if prose:
+        lines += re.findall(r"`(dmst [^`]+)`", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE))
+    words = [shlex.split(line, comments=True) for line in lines if line.startswith("dmst ")]
+    return [
+        each[1:] for each in words if not re.search(r"\.\.\.|…|\||VERB|FILE$|^-", " ".join(each[1:]).removeprefix("--import"))
+    ]
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.name != "CHANGELOG.md"], ids=lambda path: path.name)
+def test_every_command_that_is_printed_is_one(path: Path) -> None:
+    """Its verb and its options exist, and their values are of the right kind. Nothing is run."""
+    for words in typed(path):
+        command, rest = typer.main.get_command(app), words[2:] if words[0] == "--import" else list(words)
+        try:
+            while hasattr(command, "commands"):
+                command = command.commands[rest.pop(0)]
+            command.make_context("dmst", rest)
+        except typer.Exit:
+            assert "--help" in words
+        except (LookupError, USAGE) as error:
+            if type(error).__name__ == "MissingParameter" and words not in typed(path, prose=False):
+                continue  # prose may name a command without all of its words
+            raise AssertionError(f"dmst {shlex.join(words)}: {error!r}") from error
+
+
 def test_there_is_something_to_run() -> None:
+    assert sum(len(typed(path)) for path in DOCUMENTS) > 60
     assert SNIPPETS
     assert COMMANDS
 
