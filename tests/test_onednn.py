@@ -53,6 +53,39 @@ def test_it_is_the_linear_map(tokens: int, bias: bool, activation: str, calls: l
     assert calls == ([activation] if tokens == LARGE else [])
 
 
+def test_memory_of_any_layout(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = torch.randn(H, D), torch.randn(H, 2 * D)[:, ::2], torch.randn(D, H).T
+    biases = torch.randn(2 * H)[::2], torch.randn(1).expand(H), torch.randn(H)
+    tokens = torch.randn(2, LARGE, D), torch.randn(2, D, LARGE).mT, torch.randn(2, LARGE, 2 * D)[..., 1::2]
+    with torch.no_grad():
+        for x in tokens:
+            for weight in weights:
+                for b in biases:
+                    torch.testing.assert_close(onednn.linear(x, weight, b), F.linear(x, weight, b), atol=1e-4, rtol=1e-4)
+        assert len(calls) == 27
+        assert onednn.linear(torch.randn(D), weights[0]).shape == (H,)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            onednn.linear(tokens[0], torch.randn(4 * H, D + 1))
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+        onednn.linear(tokens[0], weights[0])
+    assert len(calls) == 27
+
+
+def test_asked_first_where_tensors_are_made_elsewhere() -> None:
+    """On the device 'meta', or where new numbers are float64."""
+    present = onednn._works()
+    for where in (torch.device("meta"),):
+        onednn._works.cache_clear()
+        with where:
+            assert onednn._works() == present
+    onednn._works.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert onednn._works() == present
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_no_image_changes_another_one() -> None:
     x, weight = torch.randn(5, LARGE, D), torch.randn(H, D)
     with torch.no_grad():
@@ -111,6 +144,17 @@ def test_the_compiler_has_it_too(calls: list[str]) -> None:
         x, weight = torch.randn(2, LARGE, D), torch.randn(H, D)
         torch.testing.assert_close(open_ended(x, weight), F.linear(x, weight), atol=1e-4, rtol=1e-4)
         assert not calls
+
+
+def test_a_batch_norm_without_statistics() -> None:
+    """As test-time adaptation makes it."""
+    model = dmst.create_model("dmst_tiny", depth=1, img_size=32).eval()
+    for layer in model.stem.layers[1::3]:
+        layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
+    images = torch.randn(3, 3, 32, 32)
+    right = model(images).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), right)
 
 
 def test_a_hook_on_a_layer_of_the_stem_is_heard() -> None:

@@ -43,11 +43,13 @@ def convert(
     if mean or std:
         told = made.model.pretrained_cfg
         set_mean_std(told, mean, std)
-        if list(told["mean"]) != (mean * len(told["mean"]))[: len(told["mean"])]:
+        channels = len(told["mean"])
+        if any(list(told[key]) != (given * channels)[:channels] for key, given in (("mean", mean), ("std", std))):
             raise OptionError(f"--mean and --std need 1 or {len(told['mean'])} numbers each, the latter above 0.")
     save_model(made.model, out)
     config = made.model.config
     say(f"{out}: {CALLED[made.layout]}, {config.depth} blocks of width {config.dim}, {config.num_heads} heads, patch "
         f"{config.patch_size}, {config.num_classes} classes")  # fmt: skip
+    say("Weights do not tell everything. Taken: heads as said, GELU, the class token as readout, a square grid of patches.")
     if made.left_over:
         say(f"left out: {', '.join(made.left_over)}", style="yellow")

@@ -54,6 +54,10 @@ def export_model(
     try:
         data, run, version = WRITERS[format](graph, told(model, graph))
         found = graphs.difference(graph, run)
+        if graph.free_size and not graphs.difference(graph, run, graphs.others(graph)) <= BAR:  # its own, or the exporter's
+            graph = graphs.graph_of(model, maps=maps, size=size, free=False)
+            data, run, version = WRITERS[format](graph, told(model, graph))
+            found = graphs.difference(graph, run)
     except DmstError:
         raise
     except Exception as error:  # a compiler's, or a runtime's: they have many

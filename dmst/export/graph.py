@@ -1,8 +1,8 @@
 """From a network to a graph of plain operators, and whether the graph computes what the network does.
 
-The batch is free always. Height and width are free, in whole patches, where the graph is right for other sizes too: GMSA cuts
-its cells by the shape of the grid, so that a graph may be for one shape. This is tried: ten images at the network's size, and
-some at other sizes and shapes, against the network itself.
+The batch is free always. Height and width are free, in two or more whole patches, where the graph is right for other sizes too:
+GMSA cuts its cells by the shape of the grid, so that a graph may be for one shape. This is tried: ten images at the network's
+size, and some at other sizes and shapes, against the network itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F
 
-from dmst import photos
+from dmst import photos, tracing
 from dmst.data.images import decode
 from dmst.errors import OptionError, in_one_line, shown
 from dmst.kernels import use_kernels
 from dmst.models import VisionModel, freeze
 from dmst.models.feedforward import MlpStep
-from dmst.models.residual import Residual
+from dmst.models.files import not_finite
 from dmst.operators.base import scaled
 from dmst.operators.unrolled import Unrolled
 
@@ -55,12 +55,19 @@ class Graph(NamedTuple):
     free_size: bool  # any height and width that the patches divide
 
 
-def graph_of(model: VisionModel, *, maps: bool = False, size: int | None = None) -> Graph:
+def graph_of(model: VisionModel, *, maps: bool = False, size: int | None = None, free: bool = True) -> Graph:
+    """`free`: with any height and width, where that is right."""
+    if not isinstance(model, VisionModel):
+        raise OptionError(f"{type(model).__name__} is no network of this package: unwrap it (its `module`) and export that.")
+    if any(x.is_meta for x in model.parameters()):
+        raise OptionError("the network has no weights (device 'meta'): load some before it is exported.")
+    if bad := not_finite(model.state_dict()):
+        raise OptionError(f"{bad} holds NaN or infinity: the network is not exported.")
     if not model.config.num_classes:
         raise OptionError("the network has no classifier (num_classes is 0): model.reset_classifier(...), then train it.")
     config = model.config
-    height, width = (size, size) if size else config.img_size  # type: ignore[misc]
-    if min(height, width) < 1 or height % config.patch_size or width % config.patch_size:
+    height, width = config.img_size if size is None else (size, size)  # type: ignore[misc]
+    if type(height) is not int or min(height, width) < 1 or height % config.patch_size or width % config.patch_size:
         raise OptionError(f"size is {shown(size)}: it must be a multiple of {config.patch_size}, the side of a patch.")
     network = Outputs(freeze(model).cpu().float(), maps).eval()
     lean = Outputs(_without_scales(copy.deepcopy(network.model)), maps).eval()
@@ -73,15 +80,15 @@ def graph_of(model: VisionModel, *, maps: bool = False, size: int | None = None)
                 "Export without them."
             )
         names = ["logits", *(f"membership_{i}" for i in range(len(found) - 1))]
-        for free in (True, False):
-            sides = {2: config.patch_size * Dim("rows"), 3: config.patch_size * Dim("columns")} if free else {}
+        for loose in (True, False) if free else (False,):
+            sides = {2: config.patch_size * Dim("rows"), 3: config.patch_size * Dim("columns")} if loose else {}
             try:
                 program = torch.export.export(lean, (images[:2],), dynamic_shapes={"images": {0: Dim("batch"), **sides}})
-                graph = Graph(program, network, names, (height, width), free)
-                if not free or difference(graph, program.module(), others(graph)) <= BAR:
+                graph = Graph(program, network, names, (height, width), loose)
+                if not loose or difference(graph, program.module(), others(graph)) <= BAR:
                     return graph
             except Exception as error:  # of torch's tracer, or of an operator: it has many
-                if not free:
+                if not loose:
                     raise OptionError(
                         f"{config.name} with operator {config.operator!r} cannot be exported ({in_one_line(error)}). Every "
                         "operator of this package can; one of your own must not branch on the values of its tokens."
@@ -91,14 +98,14 @@ def graph_of(model: VisionModel, *, maps: bool = False, size: int | None = None)
 
 def _without_scales(model: VisionModel) -> VisionModel:
     """The network itself, with z + scale * (W x + b) as z + W' x + b' where W ends the step: one operation less."""
-    steps: list[tuple[Residual, Any]] = []
+    steps: list[tuple[Any, Any, Any]] = []
     for block in model.blocks:
         if isinstance(block.operator, Unrolled):
-            steps.append((block.residual, block.operator.out))  # type: ignore[arg-type]
+            steps.append((block.residual, block.operator, block.operator.out))
         if isinstance(block.feedforward, MlpStep):
-            steps.append((block.feedforward.residual, block.feedforward.mlp.fc2))
-    for residual, last in steps:
-        if residual.scale is not None and type(last) is nn.Linear:
+            steps.append((block.feedforward.residual, block.feedforward.mlp, block.feedforward.mlp.fc2))
+    for residual, step, last in steps:  # who listens to a step shall hear its update
+        if residual.scale is not None and type(last) is nn.Linear and tracing.is_plain(step, last):
             weight, bias = scaled(last.weight, last.bias, residual.scale)
             last.weight = nn.Parameter(weight, False)
             if bias is not None:

@@ -6,6 +6,7 @@ It has what classifying and measuring ask of a network: config, class names, and
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -62,7 +63,11 @@ class OnnxNetwork(nn.Module):
                 name=str(told["name"]), in_chans=channels, img_size=(height, width), num_classes=int(told["num_classes"]),
                 patch_size=int(told["patch_size"]),
             )  # fmt: skip
-            fits = len(view["mean"]) == len(view["std"]) == channels and len(names) in (0, self.config.num_classes)
+            numbers = [*view["mean"], *view["std"], view["crop_pct"]]
+            fits = (
+                all(type(x) in (int, float) and math.isfinite(x) for x in numbers) and min(*view["std"], view["crop_pct"]) > 0
+            )
+            fits &= len(view["mean"]) == len(view["std"]) == channels and len(names) in (0, self.config.num_classes)
             if not fits or not all(isinstance(name, str) for name in names):
                 raise ValueError("mean, std or class names do not fit")
         except (KeyError, TypeError, ValueError) as error:
@@ -79,10 +84,15 @@ class OnnxNetwork(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """The logits."""
-        channels, size = self.config.in_chans, self.config.img_size
-        if images.ndim != 4 or images.shape[1] != channels or not (self.free_size or tuple(images.shape[2:]) == size):
-            sides = "height, width" if self.free_size else "{}, {}".format(*size)
-            raise ShapeError(f"{self.config.name} takes images (batch, {channels}, {sides}), not {tuple(images.shape)}.")
+        channels, size, patch = self.config.in_chans, self.config.img_size, self.config.patch_size
+        sides = tuple(images.shape[2:])
+        if images.ndim != 4 or images.shape[1] != channels or not (self.free_size or sides == size):
+            told = "height, width" if self.free_size else "{}, {}".format(*size)
+            raise ShapeError(f"{self.config.name} takes images (batch, {channels}, {told}), not {tuple(images.shape)}.")
+        if sides != size and any(side % patch or side < 2 * patch for side in sides):  # torch's exporter takes 1 for a constant
+            raise ShapeError(
+                f"images are {tuple(images.shape)}: the file takes sides of two or more patches of {patch} pixels."
+            )
         made = self.session.run(["logits"], {"images": images.detach().cpu().float().numpy()})[0]
         return torch.from_numpy(np.asarray(made)).to(images.device)
 

@@ -127,14 +127,16 @@ def _network(ours: Mapping[str, Tensor], layout: str, operator: str, heads: int 
         dim, depth = ours["cls_token"].shape[-1], count(r"blocks\.(\d+)\.")
         stem = next(ours[name] for name in ("stem.layers.0.weight", "stem.projection.weight") if name in ours)
         classes = len(ours["head.weight"]) if "head.weight" in ours else 0
-    except (KeyError, StopIteration) as error:
+    except (IndexError, KeyError, StopIteration) as error:
         first = "the class token or the patch embedding"
         raise BadFileError(f"these are not all tensors of {CALLED[layout]}: {first} is missing.") from error
-    known = [(size, row) for size, row in SIZES[layout].items() if row["dim"] == dim]
-    size, row = next(((size, row) for size, row in known if row["depth"] == depth), (*known, ("tiny", {}))[0])
+    known = [(size, row) for size, row in SIZES[layout].items() if (row["dim"], row["depth"]) == (dim, depth)]
+    size, row = (*known, ("tiny", {}))[0]
     heads = heads or row.get("num_heads")
-    if not heads or dim % heads:
-        raise OptionError(f"weights of width {dim} do not tell how many heads they are of: give num_heads (--heads).")
+    if not heads:
+        raise OptionError(f"{depth} blocks of width {dim} are no published size, and weights do not tell their heads: --heads.")
+    if dim % heads:
+        raise OptionError(f"num_heads is {heads}, which does not divide the width of the weights, {dim}.")
     told: dict[str, Any] = {"dim": dim, "depth": depth, "num_heads": heads, "num_classes": classes, "operator": operator}
     if layout == "tost":
         convolutions = sum(name.startswith("stem.layers.") and x.ndim == 4 for name, x in ours.items())

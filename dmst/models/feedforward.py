@@ -32,7 +32,7 @@ class Mlp(nn.Module):
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
-        width = max(int(config.dim * config.mlp_ratio), 1)
+        width = max(int(config.dim * config.mlp_ratio + 1e-6), 1)  # 1408 * (1480 / 1408) is below 1480
         self.fc1 = linear(config.dim, width, **factory)
         self.fc2 = linear(width, config.dim, **factory)
         self.drop = nn.Dropout(config.proj_drop_rate)

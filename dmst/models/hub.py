@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmst import words
-from dmst.errors import BadFileError, FetchError, OptionError, in_one_line, need, shown
+from dmst.errors import BadFileError, FetchError, OptionError, SaveError, in_one_line, need, shown
 
 if TYPE_CHECKING:
     from dmst.models.vision import VisionModel
@@ -58,19 +58,21 @@ def push_to_hub(
 ) -> str:  # fmt: skip
     """Save `model` and upload it to `repo_id`, which is made if it is not there. The address of what was uploaded.
 
-    `card` is the text of its README.md; if not given, one that says what the network is and how to load it.
+    `repo_id` may name a branch, owner/name@branch. `card` is the text of its README.md; if not given, a repository that has
+    none gets one that says what the network is and how to load it.
     """
     from dmst.models.files import save_model
 
-    hub, (name, _) = need("huggingface_hub", "hub"), parse(repo_id)
+    hub, (name, branch) = need("huggingface_hub", "hub"), parse(repo_id, branch)
     with tempfile.TemporaryDirectory() as place:
         folder = save_model(model, Path(place) / "model")
-        (folder / "README.md").write_text(card or _card(model, name), encoding="utf-8")
         with _said(name, branch):
             api = hub.HfApi(token=token)
             api.create_repo(name, private=private, exist_ok=True)
             if branch:
                 api.create_branch(name, branch=branch, exist_ok=True)
+            if card or not api.file_exists(name, "README.md", revision=branch):  # never over what its owner wrote
+                (folder / "README.md").write_text(card or _card(model, name), encoding="utf-8")
             done = api.upload_folder(
                 repo_id=name, folder_path=folder, commit_message=commit_message, revision=branch, create_pr=create_pr
             )
@@ -86,8 +88,10 @@ class HubMethods:
         """Save to a folder, over what was saved there before; with `push_to_hub` also to the hub, whose address is returned."""
         from dmst.models.files import save_model
 
-        folder = save_model(self, save_directory, overwrite=True)  # type: ignore[arg-type]
-        return self.push_to_hub(repo_id or folder.name, **options) if push_to_hub else None
+        if push_to_hub and not repo_id:
+            raise OptionError("push_to_hub is True: give repo_id, owner/name, too.")
+        save_model(self, save_directory, overwrite=True)  # type: ignore[arg-type]
+        return self.push_to_hub(str(repo_id), **options) if push_to_hub else None
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *, unverified: bool = False, device: Any = None, **options: Any) -> VisionModel:
@@ -121,7 +125,15 @@ def _said(name: str, revision: str | None) -> Iterator[None]:
         raise FetchError(
             f"{where} is not on the hub, or is private: check the name, and log in (`hf auth login`) for what is private."
         ) from error
-    except (errors.HfHubHTTPError, OSError) as error:
+    except errors.HFValidationError as error:
+        raise OptionError(f"{where} is no address on the hub ({in_one_line(error)}).") from error
+    except errors.OfflineModeIsEnabled as error:
+        raise FetchError(f"{where}: the hub is not asked, because HF_HUB_OFFLINE is set. Unset it.") from error
+    except OSError as error:
+        if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):  # the disk's, not the hub's
+            raise SaveError(f"{where}: {in_one_line(error)}. Make room, or choose another cache (HF_HOME).") from error
+        raise FetchError(f"{where}: the hub refused ({in_one_line(error)}). Try again later, or check the token.") from error
+    except errors.HfHubHTTPError as error:
         raise FetchError(f"{where}: the hub refused ({in_one_line(error)}). Try again later, or check the token.") from error
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore", "huggingface_hub"):

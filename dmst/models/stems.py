@@ -97,7 +97,9 @@ class ConvStem(OneNode):
         if torch.is_grad_enabled() or not isinstance(images, Tensor) or images.device.type != "cpu":  # a proxy of torch.fx
             return False
         convs, norms = list(self.layers)[::3], list(self.layers)[1::3]  # unless somebody has put others in their place
-        usual = all(type(x) is PaddedConv for x in convs) and all(type(x) is nn.BatchNorm2d and not x.training for x in norms)
+        usual = all(type(x) is PaddedConv for x in convs) and all(
+            type(x) is nn.BatchNorm2d and not x.training and x.running_mean is not None for x in norms
+        )
         return usual and tracing.is_plain_eager() and tracing.is_plain(self.layers, *self.layers)
 
     def _folded(self, x: Tensor) -> Tensor:

@@ -56,6 +56,16 @@ def test_onnx_is_the_network(case: networks.Case, tmp_path: Path) -> None:
     assert told == 4 or (told == 2 and case[1].get("groups"))
 
 
+def test_a_file_refuses_sizes_that_it_gets_wrong(digits: Path) -> None:
+    """Parts of patches, which the graph would cut off, and single patches, which torch's exporter takes for a constant."""
+    network = read_onnx(digits)
+    assert network(torch.randn(2, 1, 8, 12)).shape == (2, 10)
+    network.config.patch_size = 4
+    for size in ((8, 10), (4, 12), (12, 4)):
+        with pytest.raises(ShapeError, match="two or more patches of 4 pixels"):
+            network(torch.randn(1, 1, *size))
+
+
 def test_a_graph_of_one_shape_says_so(tmp_path: Path) -> None:
     """GMSA's cells follow the shape of the grid: 2 x 2 of a square, 1 x 4 of a wide one."""
     model = networks.build(("gmst_tiny", FEW["gmsa"]), dtype=torch.float32, depth=1).eval()
@@ -63,6 +73,31 @@ def test_a_graph_of_one_shape_says_so(tmp_path: Path) -> None:
     assert not made.free_size and made.size == (64, 64)
     images = torch.randn(2, 3, 64, 64)
     assert (read_onnx(made.path)(images) - model(images)).abs().max() < 1e-4
+
+
+def test_who_listens_to_a_step_is_heard_in_the_file(tmp_path: Path) -> None:
+    model = networks.build(("dmst_tiny", {}), dtype=torch.float32, depth=1).eval()
+    model.blocks[0].feedforward.mlp.fc2.register_forward_hook(lambda module, args, out: 2 * out)
+    model.blocks[0].operator.register_forward_hook(lambda module, args, out: out + 1)
+    images = torch.randn(2, 3, 32, 48)
+    network = read_onnx(export_model(model, tmp_path / "model.onnx").path)
+    assert (network(images) - model(images)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda model: torch.nn.DataParallel(model), "DataParallel is no network"),
+        (lambda model: model.to("meta"), "has no weights"),
+        (lambda model: model.head.weight.data.fill_(torch.nan) is None or model, "head.weight holds NaN"),
+    ],
+)
+def test_what_is_no_network_to_export(change: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=told):
+        export_model(change(create_model("dmst_digits")), tmp_path / "model.onnx")
+    with pytest.raises(OptionError, match="must be a multiple of"):
+        export_model(create_model("dmst_digits"), tmp_path / "model.onnx", size=0)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["dmst_tiny", "gmst_tiny"])

@@ -199,7 +199,7 @@ def test_heads_of_tost_are_in_its_weights() -> None:
 def test_data_parallel_prefixes_and_published_sizes() -> None:
     weights = {f"module.{name}": x for name, x in vit_weights().items()}
     assert convert(weights, num_heads=HEADS).model.config.img_size == (SIDE, SIDE)
-    with pytest.raises(OptionError, match="width 24 do not tell how many heads"):
+    with pytest.raises(OptionError, match="2 blocks of width 24 are no published size"):
         convert(weights)
 
 

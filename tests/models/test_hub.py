@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -76,10 +77,14 @@ assert first.startswith("hf://me/moving@") and len({first, second, third}) == 3
 places = first, second, third, "hf://me/moving", "hf://me/moving@next"
 zero = [dmst.load_model(where).head.weight.abs().sum() == 0 for where in places]
 assert zero == [False, True, True, False, True], zero
+dmst.push_to_hub(model, "me/moving@next", card="# Mine")
+dmst.push_to_hub(model, "me/moving@next")  # the card of its owner stays
 again = dmst.VisionModel.from_pretrained("me/moving", revision="next")
 assert torch.equal(again(images), dmst.VisionModel.from_pretrained("saved")(images))
 """
     home.python(code)
+    assert home.hub.files("me/moving", "next")[1]["README.md"] == b"# Mine"
+    assert b"dmst.load_model" in home.hub.files("me/moving", "main")[1]["README.md"]
 
 
 @pytest.mark.process
@@ -121,7 +126,8 @@ def test_what_is_not_there_and_what_is_damaged(home: Home) -> None:
 
 @pytest.mark.process
 def test_timm_both_ways(home: Home) -> None:
-    pytest.importorskip("timm", reason="timm is not installed")
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
     home.python(
         """
 from benchmarks.with_timm import import_timm
@@ -169,6 +175,9 @@ def test_a_folder_has_no_revision(tmp_path: Path) -> None:
     assert torch.equal(VisionModel.from_pretrained(tmp_path / "m")(images), model(images))
     with pytest.raises(OptionError, match="is a folder: revision are for networks on the hub"):
         VisionModel.from_pretrained(tmp_path / "m", revision="main")
+    with pytest.raises(OptionError, match="give repo_id"):
+        model.save_pretrained(tmp_path / "n", push_to_hub=True)
+    assert not (tmp_path / "n").exists()
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
