@@ -55,9 +55,11 @@ def _serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return tracing.surely(pays) and tracing.surely(x.numel() > 0) and _present()
 
 
-@torch.compiler.assume_constant_result
 def _present() -> bool:
     return bool(torch.backends.mkldnn.enabled) and _works()
+
+
+_present._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result, which imports the compiler
 
 
 @functools.cache
