@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from dmst import cli, load_model
 from dmst.errors import BadFileError, OptionError
 from dmst.models.convert import convert
+from dmst.models.zoo import SIZES
 from tests.cases import relative
 
 Weights = dict[str, Tensor]
@@ -196,11 +197,13 @@ def test_heads_of_tost_are_in_its_weights() -> None:
     assert convert(tost_weights()).model.config.num_heads == HEADS
 
 
-def test_data_parallel_prefixes_and_published_sizes() -> None:
+def test_data_parallel_prefixes_and_published_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {f"module.{name}": x for name, x in vit_weights().items()}
     assert convert(weights, num_heads=HEADS).model.config.img_size == (SIDE, SIDE)
-    with pytest.raises(OptionError, match="2 blocks of width 24 are no published size"):
-        convert(weights)
+    for depth in (12, 3):  # a published width alone does not tell the heads
+        monkeypatch.setitem(SIZES["vit"], "odd", {"dim": 24, "depth": depth, "num_heads": 2})
+        with pytest.raises(OptionError, match="2 blocks of width 24 are no published size"):
+            convert(weights)
 
 
 def test_what_has_no_place_is_an_error_or_left_out() -> None:
