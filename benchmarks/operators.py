@@ -8,7 +8,6 @@
     tssa_published    TSSA as in ToST's code                     tssa    ours
     listing           DMSA as the paper prints it                dmsa    ours
     gmsa, gmsa_proximal    GMSA with a free output; tied, on orthonormal subspaces
-    dmsa_half, dmsa_quarter    half, three quarters of the heads silent; on a CPU inference leaves them out
 
 Our family runs by its fused kernels (`fused`; on a CPU `auto`) and by the plain steps (`reference`). Every time is a median in
 milliseconds: forward_ms without gradients, train_ms forward and backward. kept_mb is what the backward pass waits for, peak_mb
@@ -46,7 +45,6 @@ class Layer(NamedTuple):
     width: int | None = None  # of a head, where it is fixed and the number of heads follows
     ours: Callable[..., nn.Module] | None = None  # of a published layer: our operator that computes the same
     linear: bool = True  # in tokens; float64 can then check the very shape that is timed
-    silent: float = 0.0  # share of heads that are silent
 
 
 def gmsa(dim: int, heads: int, n: int, **options: Any) -> nn.Module:
@@ -66,17 +64,11 @@ LAYERS: dict[str, Layer] = {
     "listing": Layer(lambda d, k, n: AttentionDMSA(d, k, tokens=max(n, 4096)), ours=DMSA),
     "gmsa": Layer(gmsa),
     "gmsa_proximal": Layer(lambda d, k, n: gmsa(d, k, n, mode="proximal")),
-    "dmsa_half": Layer(lambda d, k, n: DMSA(d, k, bias=False, membership_bias=True), family=True, silent=0.5),
-    "dmsa_quarter": Layer(lambda d, k, n: DMSA(d, k, bias=False, membership_bias=True), family=True, silent=0.75),
 }
 
 
 def make(what: str, dim: int, heads: int, n: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
     layer = measure.fill(LAYERS[what].build(dim, heads, n))
-    if LAYERS[what].silent:
-        assert isinstance(layer, DMSA) and layer.assign is not None
-        with torch.no_grad():
-            layer.assign.bias[: int(LAYERS[what].silent * heads)] = -5.0
     if isinstance(layer, GMSA):  # keys of the size they start with: by smaller ones groups hardly differ, which loses digits
         with torch.no_grad():
             layer.key.weight.mul_(KEY_STD * (3 * dim) ** 0.5)

@@ -121,6 +121,7 @@ def main() -> None:
     times: dict[str, list[tuple[float, Cut]]] = {}
     for name, cut in todo:
         plan.TABLE = {place: {**getattr(plan, base), name: cut}}
+        plan.forget()
         try:
             if ask.warm is None:
                 time = microseconds(made[name])

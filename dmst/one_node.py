@@ -17,8 +17,10 @@ from dmst.errors import OptionError
 
 class OneNode(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        proxy = next((x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)), None)
-        return super().__call__(*args, **kwargs) if proxy is None else self._node(proxy.tracer, args, kwargs)
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Proxy):
+                return self._node(x.tracer, args, kwargs)
+        return super().__call__(*args, **kwargs)
 
     def _node(self, tracer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
         """What a tracer does with a layer of PyTorch; it keeps its books in `call_module`."""

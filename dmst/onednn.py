@@ -1,5 +1,5 @@
 """x W^T + bias on a CPU by oneDNN, where torch asks MKL: in float32, on x86, where no graph of gradients is made. That is
-inference, and the forward pass of a layer with a backward pass of its own.
+inference.
 
 On processors that are not Intel's MKL is two times slower (docs/benchmarks.md). A product of less than SMALL multiply-adds an
 image stays with torch, whose calls are shorter. The choice does not depend on the batch, so that no image's answer does. Sums

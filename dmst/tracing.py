@@ -21,9 +21,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def is_plain_eager() -> bool:
-    return not (
-        torch.compiler.is_compiling() or _exporting() or torch._C._is_tracing() or is_in_torch_dispatch_mode() or transformed()
-    )
+    return not (torch.compiler.is_compiling() or torch._C._is_tracing() or is_in_torch_dispatch_mode() or transformed())
 
 
 def traced() -> bool:
@@ -44,11 +42,7 @@ def _exporting() -> bool:
 
 
 def transformed() -> bool:
-    return _within_transforms() or dual()
-
-
-def _within_transforms() -> bool:
-    return torch._C._are_functorch_transforms_active()
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def dual() -> bool:
@@ -57,7 +51,7 @@ def dual() -> bool:
 
 
 # Asked when a function is traced: the compiler takes the answer as a constant, and guards the transforms by itself.
-for _question in (_within_transforms, dual, _exporting):
+for _question in (transformed, dual, _exporting):
     _question._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -86,10 +80,11 @@ def is_plain(*modules: nn.Module) -> bool:
 def _is_plain(module: nn.Module) -> bool:
     if not type(module).__module__.startswith(("torch.nn.modules.", "dmst.")):  # adapters, parametrized, somebody's subclass
         return False
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks) or "forward" in vars(module) or module._compiled_call_impl is not None:
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return False
-    return all(x is None or is_tensor(x) for x in module._parameters.values())
+    if "forward" in vars(module) or module._compiled_call_impl is not None:
+        return False
+    return all([x is None or is_tensor(x) for x in module._parameters.values()])  # a list: the host is quicker with it
 
 
 def is_tensor(x: object) -> bool:

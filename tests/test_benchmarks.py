@@ -61,7 +61,7 @@ def test_operators_on_a_cpu(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert all(row["failure"] is None and row["forward_ms"] > 0 < row["train_ms"] for row in rows)
     kept = {row["what"]: row["kept_mb"] * 2**20 / (4 * 2 * 7 * 192) for row in rows if row["backend"] != "reference"}
     assert kept["floor"] == pytest.approx(2, rel=1e-3)
-    assert 2 < kept["dmsa"] < 2.4 < 6 < kept["listing"]
+    assert 6 < kept["listing"]
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_where_the_time_of_a_network_goes(
     monkeypatch.setattr(sys, "argv", asked)
     module("where").main()
     inference, training = capsys.readouterr().out.split("training")
-    assert "aten::addmm" in inference and "Backward" not in inference and "_AttendBackward" in training
+    assert "aten::addmm" in inference and "Backward" not in inference and "NativeLayerNormBackward0" in training
     shares = [float(line.split()[1].rstrip("%")) for line in inference.splitlines() if "aten::" in line]
     assert 90 < sum(shares) < 101
 

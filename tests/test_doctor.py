@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from dmst import cli, doctor
-from dmst.kernels import choice, closed_form, silent
+from dmst.kernels import choice, reference
 from dmst.operators import OPERATORS
 
 CPU = {"name": "cpu", "what": "x86_64, 2 threads [fed]", "capability": (0, 0)}  # brackets are not markup
@@ -47,7 +48,7 @@ def test_each_problem_has_its_remedy(machine: dict[str, Any], level: str, what: 
 
 
 def test_a_sound_machine_has_no_findings_and_failed_tests_come_first() -> None:
-    passed = {"operator": "dmsa", "kernel": "closed form", "device": "cpu", "dtype": "float32", "problem": ""}
+    passed = {"operator": "dmsa", "kernel": "reference", "device": "cpu", "dtype": "float32", "problem": ""}
     for devices, problem in (((), ""), ((), NO_TRITON), ((H200,), ""), ((T4,), NO_TRITON)):
         assert doctor.findings(machine(*devices, triton_problem=problem, self_test=[passed])) == []
     wrong = [passed | {"kernel": "fused", "problem": "x"}, passed | {"problem": "y"}]
@@ -69,9 +70,8 @@ def test_a_gpu_is_seen_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_every_operator_has_its_kernel_and_its_reason() -> None:
     rows = {row["operator"]: row for row in doctor.operator_table(HERE)}
     assert list(rows) == list(OPERATORS)
-    assert (rows["dmsa"]["training"], rows["dmsa"]["inference"]) == ("closed form", "silent heads skipped")
-    assert (rows["tssa"]["training"], rows["tssa"]["inference"]) == ("closed form", "reference")
-    assert (rows["gmsa"]["training"], rows["gmsa"]["inference"]) == ("reference", "reference")
+    for name in ("dmsa", "tssa", "gmsa"):
+        assert (rows[name]["training"], rows[name]["inference"]) == ("reference", "reference")
     assert rows["mhsa"]["training"] == "plain torch"
     assert rows["dmsa"]["why"] == rows["gmsa"]["why"] == "fused kernels need a CUDA device, and this is cpu"
 
@@ -84,23 +84,26 @@ def test_a_wrong_kernel_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     precision = torch.get_float32_matmul_precision()
     assert failed() == []
     assert torch.get_float32_matmul_precision() == precision
-    right, project = closed_form.pull_back, silent.project_active
-    with monkeypatch.context() as patch:  # gradients 1e-4 too large
-        patch.setattr(
-            closed_form, "pull_back", lambda *args, **rest: (1.0001 * right(*args, **rest)[0], right(*args, **rest)[1])
-        )
-        assert [kernel for kernel, _ in failed()] == ["closed form"]
-    with monkeypatch.context() as patch:  # not a number
-        patch.setattr(silent, "project_active", lambda *args: project(*args) * float("nan"))
-        assert failed() == [("silent heads skipped", "output off by nan")]
-    with monkeypatch.context() as patch:
+    right = reference.project_out
 
-        def breaks(*_: object, **__: object) -> Tensor:
+    def wrong(by: float) -> Callable[..., Tensor]:
+        return lambda update, *rest: right(update, *rest) * (by if update.dtype == torch.float32 else 1)
+
+    def breaks(update: Tensor, *rest: Any) -> Tensor:
+        if update.dtype == torch.float32:
             raise ValueError("no such tile\nand more")
+        return right(update, *rest)
 
-        patch.setattr(silent, "project_active", breaks)
-        ((kernel, problem),) = failed()
-        assert kernel == "silent heads skipped" and problem.startswith("ValueError: no such tile (test_doctor.py")
+    for project, told in (
+        (wrong(1.0001), "output off by 1.0e-04"),
+        (wrong(float("nan")), "output off by nan"),
+        (breaks, "ValueError: no such tile (test_doctor.py"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "project_out", project)
+            training, inference = failed()
+            assert training[0] == inference[0] == "reference"
+            assert training[1].startswith(told) and inference[1].startswith(told)
 
 
 def test_a_fused_kernel_that_gives_way_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +134,7 @@ def test_the_exit_status_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(doctor, "machine", machine)
     code, text = run()
     assert code == 0 and text.rstrip().endswith("No problems found.")
-    assert all(name in text for name in ("torch", *OPERATORS, "closed form", "Self-test", CPU["what"]))
+    assert all(name in text for name in ("torch", *OPERATORS, "reference", "Self-test", CPU["what"]))
     monkeypatch.setattr(doctor, "machine", lambda: machine(gpu_present=True, operator_problems=BROKEN))
     code, text = run()
     assert code == 1

@@ -44,11 +44,6 @@ def over(mine: Tensor, other: Tensor) -> Tensor:
     return mine.div_(other) if in_place() else mine / other
 
 
-def plus(mine: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
-    """mine + scale * x * y, into `mine` likewise."""
-    return mine.addcmul_(x, y, value=scale) if in_place() else torch.addcmul(mine, x, y, value=scale)
-
-
 def product(x: Tensor, y: Tensor, into: Tensor | None) -> Tensor:
     """x * y, into a buffer of the same shape whose content is done with."""
     return torch.mul(x, y, out=into) if free(into, x.dtype) else x * y

@@ -8,13 +8,9 @@ As a function it holds until the next call; in a `with` it holds inside. One cho
 
     traced for export, torch.jit, forward-mode derivatives   reference     plain torch: others read the graph
     fused kernels serve (`verdict`)                          fused         also inside torch.compile, which looks into them
-    otherwise traced by torch.compile                        reference     the compiler fuses it and chooses what to keep
-    otherwise gate_rotary differs from rotary                reference     for experiments; checkpointed where it saves nothing
-    otherwise a gradient is wanted                           closed_form   one autograd function, keeps 2 n d, or n d
-    otherwise CPU, sparsemax gate, eager                     silent        heads with gate 0 left out where that is faster
-    otherwise                                                reference
+    otherwise                                                reference     checkpointed where save="nothing", in eager calls
 
-The reference of GMSA is `mixture`, which autograd differentiates.
+The reference of GMSA is `mixture`. Autograd differentiates both.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dmst import tracing
 from dmst.errors import OptionError, choose
-from dmst.kernels import closed_form, mixture, plan, reference, silent
+from dmst.kernels import mixture, plan, reference
 from dmst.kernels.form import Form, Weights
 from dmst.kernels.mixture import MixtureForm, MixtureWeights
 
@@ -190,12 +186,12 @@ def _fused(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _checkpointed(
-    z: Tensor, weights: Weights, form: Form, *, grid: tuple[int, int] | None = None, dtype: torch.dtype
+    z: Tensor, weights: AnyWeights, form: AnyForm, *, grid: tuple[int, int] | None = None, dtype: torch.dtype
 ) -> Tensor:
     """The reference, of which autograd keeps z and the weights alone."""
 
     def run(z: Tensor, *tensors: Tensor) -> Tensor:
-        return reference.attend(z, Weights(*tensors), form, grid=grid, dtype=dtype)
+        return reference_of(form)(z, type(weights)(*tensors), form, grid=grid, dtype=dtype)
 
     return checkpoint(run, z, *weights, use_reentrant=False, preserve_rng_state=False)
 
@@ -213,13 +209,4 @@ def kernel_for(z: Tensor, weights: AnyWeights, form: AnyForm, dtype: torch.dtype
             return _fused
         if _chosen == "fused":
             raise OptionError(f'use_kernels("fused"): {answer.why}. Use use_kernels("auto") to fall back by itself.')
-    if tracing.traced():
-        return plain
-    if form.split:
-        return _checkpointed if form.save == "nothing" and not tracing.transformed() else plain
-    if isinstance(form, MixtureForm):
-        return plain
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (z, *weights)):
-        return closed_form.attend
-    readable = not (tracing.transformed() or tracing.dispatched())  # by the host: which heads are on
-    return silent.attend if z.device.type == "cpu" and form.gate == "sparsemax" and readable else plain
+    return _checkpointed if form.save == "nothing" and not (tracing.traced() or tracing.transformed()) else plain

@@ -1,7 +1,7 @@
 """What a layer of the family computes: the choices (`Form`), the tensors (`Weights`), and the two small tables they index.
 
 TSSA, DMSA, TPUSA, TPSUSA and the gated channel differ only in how membership and gate come about;
-from there on one core serves them all (`reference.py`, `closed_form.py`).
+from there on one core serves them all (`reference.py`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from dmst import rotary
 from dmst.errors import ShapeError, shown
-from dmst.kernels.arithmetic import add, cast, free, in_place, over, plus, wide
+from dmst.kernels.arithmetic import add, cast, free, in_place, over, wide
 from dmst.kernels.form import GATE, Choices
 from dmst.onednn import linear
 
@@ -211,7 +211,8 @@ def pulls_of(steps: MixtureSteps, theta: Tensor | None, form: MixtureForm) -> tu
     alpha, beta = steps.membership @ weight, steps.membership @ (weight * steps.mean)
     if not form.own:
         return alpha, beta
-    pull = plus(beta, alpha, wide(steps.projected), -1.0)
+    moved = wide(steps.projected)
+    pull = beta.addcmul_(alpha, moved, value=-1) if in_place() else beta - alpha * moved
     return alpha, over(pull, 1 + alpha) if form.mode == "proximal" else pull
 
 

@@ -8,7 +8,7 @@ candidates and prints rows to paste here. Nothing is tuned at run time.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,7 +59,15 @@ WIDE: Row = USUAL | {
     "groups back": Cut(16, 0, 0, 4, 1),
 }
 TABLE: dict[tuple[tuple[int, int], int, torch.dtype], Row] = {
-    ((9, 0), 384, torch.bfloat16): USUAL | {"front keys": Cut(64, 64, 128, 4, 3)},  # NVIDIA H200, 256x197, 8 heads
+    ((9, 0), 384, torch.bfloat16): USUAL | {  # NVIDIA H200, 8 heads: good at 256x197 and at 4x16384
+        "front": Cut(64, 64, 0, 4, 2),
+        "front keys": Cut(64, 64, 128, 4, 3),
+        "into_weights keys": Cut(32, 128, 128, 4, 2),
+        "settle": Cut(16, 128, 0, 2, 3),
+        "adjoint": Cut(8, 256, 0, 2, 2),
+        "groups": Cut(16, 0, 0, 1, 2),
+        "groups back": Cut(32, 0, 0, 1, 2),
+    },
 }
 
 
@@ -68,6 +76,31 @@ def capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
+_decided: list[Any] = []
+
+
+def forget() -> None:
+    """Decide anew, after a change of what is above."""
+    for known in _decided:
+        known.cache_clear()
+
+
+def _kept(decide: Any) -> Any:
+    """Decides once a shape. Symbolic sizes, which a compiler traces, are no keys."""
+    known = functools.lru_cache(1024)(decide)
+    _decided.append(known)
+
+    @functools.wraps(decide)
+    def call(*sizes: Any) -> Any:
+        try:
+            return known(*sizes)
+        except TypeError:
+            return decide(*sizes)
+
+    return call
+
+
+@_kept
 def cut(kernel: str, width: int, dtype: torch.dtype, columns: int = 0) -> Cut:
     """The tile of a kernel, no larger than what there is to cut."""
     near = [key for key in TABLE if key[0] == capability() and key[2] == dtype]
@@ -102,6 +135,7 @@ class Sweep(NamedTuple):
     stages: int
 
 
+@_kept
 def sweep(kernel: str, b: int, n: int, k: int, p: int, dtype: torch.dtype) -> Sweep:
     """With enough samples and heads a program takes all tokens of its own, else they are split."""
     tile, whole, (width, pieces) = cut(kernel, k * p, dtype), power_of_two(p), pieces_of(p)
@@ -128,6 +162,7 @@ class Share(NamedTuple):
     chunks: int
 
 
+@_kept
 def share(kernel: str, b: int, n: int, d: int, tile: Cut) -> Share:
     """First the samples of one tile, whose angles stay in registers, then further tiles."""
     tiles = over(n, tile.tokens)
@@ -147,6 +182,7 @@ class Split(NamedTuple):
     stages: int
 
 
+@_kept
 def groups(kernel: str, rows: int, n: int, d: int, p: int, g: int, dtype: torch.dtype) -> Split:
     """`rows`: images times heads. Where heads or groups are large, fewer tokens and more warps: a tile is in registers."""
     tile, widest = cut(kernel, d, dtype), power_of_two(max(p, g, 64))

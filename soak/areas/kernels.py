@@ -1,6 +1,6 @@
 """The layer computes what its formula says, always the same bits, and no sample sees another.
 
-On the CPU by what a user gets (`dmst.kernels.attend`: the closed form in training, silent heads left out for inference) and by
+On the CPU by what a user gets (`dmst.kernels.attend`: plain torch) and by
 the readable reference; by the fused kernels in Triton's interpreter; and the gate, which is a sparsemax, by itself. How far off
 is too far says soak/judge.py; the cases of the precision table are those of soak/precision.py.
 """
@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from dmst import kernels, use_kernels
-from dmst.kernels import Weights, attempt, reference, silent
+from dmst.kernels import Weights, attempt, reference
 from dmst.operators.dmsa import GATES, MODES
 from dmst.operators.family import TokenStatistics
 from dmst.sparsemax import jacobian_product, sparsemax
@@ -113,7 +112,7 @@ def fuzz(pick: random.Random, **sizes: Any) -> dict[str, Any]:
     wanted = ["z", *Weights._fields]
     return {
         "case": case, "shape": (*made, k), "dtype": pick.choice(DTYPES), "scale": pick.choice(SCALES),
-        "layouts": pick.choices(list(LAYOUTS), k=2), "stored": pick.random() < 0.3, "dense": pick.random() < 0.5,
+        "layouts": pick.choices(list(LAYOUTS), k=2), "stored": pick.random() < 0.3,
         "wanted": wanted if pick.random() < 0.5 else [name for name in wanted if pick.random() < 0.5],
     }  # fmt: skip
 
@@ -137,7 +136,7 @@ def lay(drawn: dict[str, Any], seed: int) -> Layer:
 
 
 def against_float64(drawn: dict[str, Any], seed: int, _: Path) -> dict[str, Any]:
-    """The readable reference, what training gets, and what inference gets, with silent heads left out and without."""
+    """The readable reference, and what training and inference get."""
     dtype, wanted, made = drawn["dtype"], drawn["wanted"], lay(drawn, seed)
     judge = Judge(made, dtype, wanted, drawn["scale"], drawn["case"][0])
     low = dtype != F32 and not drawn["stored"]
@@ -146,10 +145,10 @@ def against_float64(drawn: dict[str, Any], seed: int, _: Path) -> dict[str, Any]
     judge.look("reference", usual, usual)
     with torch.autocast("cpu", dtype=dtype if low else BF16, enabled=low):
         found = differentiate(kernels.attend, given, wanted)
-        with torch.no_grad(), mock.patch.object(silent, "ROUND", silent.ROUND if drawn["dense"] else 0):
+        with torch.no_grad():
             inferred = kernels.attend(given.z, given.weights, given.form, grid=given.grid)
     assert found["output"] is not None and found["output"].dtype == inferred.dtype == dtype
-    judge.look("closed form", found, usual)
+    judge.look("training", found, usual)
     judge.look("inference", {**found, "output": inferred}, usual)
     return judge.facts()
 

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dmst import kernels, use_kernels
 from dmst.kernels import Weights, plan, reference
-from tests.cases import FAMILY, build, gradients, label, relative
+from dmst.operators import DMSA
+from tests.cases import FAMILY, build, excite, gradients, label, relative
 from tests.parity import (
     BARS,
     BF16,
@@ -34,6 +35,7 @@ from tests.parity import (
     TSSA,
     Layer,
     check,
+    decided_anew,
     differentiate,
     draw,
     fresh_memory_is_nan,
@@ -167,7 +169,7 @@ def test_every_way_to_cut_the_work(case: tuple, way: str, monkeypatch: pytest.Mo
     for name, value in WAYS[way].items():
         monkeypatch.setattr(plan, name, value)
     made = draw(case, (2, 130, 72, 3))
-    with fresh_memory_is_nan():
+    with fresh_memory_is_nan(), decided_anew():
         found = fused(made.map(guarded))
     check(found, made)
 
@@ -180,7 +182,25 @@ def test_a_head_that_no_token_belongs_to(warps: int, monkeypatch: pytest.MonkeyP
     made = draw(("dmsa", {"mode": "equation", "membership_bias": True}), (1, 600, 24, 3))
     bias = torch.tensor([0.5, -200.0, 0.1], device=DEVICE)
     made = made._replace(weights=made.weights._replace(assign_bias=bias))
-    check(fused(made), made, like_plain=True)
+    with decided_anew():
+        found = fused(made)
+    check(found, made, like_plain=True)
+
+
+@interpreter
+def test_backward_inside_autocast_is_the_same() -> None:
+    operator, z = excite(DMSA(24, 3, device=DEVICE)), torch.randn(2, 7, 24, device=DEVICE)
+    grads = []
+    for inside in (True, False):
+        moving = z.clone().requires_grad_()
+        with use_kernels("fused"), torch.autocast(DEVICE, dtype=torch.bfloat16):
+            out = operator(moving)
+            if inside:
+                out.sum().backward()
+        if not inside:
+            out.sum().backward()
+        grads.append(moving.grad)
+    assert torch.equal(*grads)
 
 
 # --- memory: layouts, what is wanted, what is not ours ----------------------------------------------------------------

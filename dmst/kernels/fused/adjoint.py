@@ -1,7 +1,8 @@
-"""From G = dL/dupdate back to the projected tokens, the membership and the gate (the formulas of `closed_form`).
+"""From G = dL/dupdate back to the projected tokens, the membership and the gate. r = 1 (listing) or 2 (equation).
 
     sweep 1   A_ki = sum_n pi G s                           proximal: B_ki = sum_n pi q,  q = G s/(1+w)^2
-    between   dT, dg, dtheta from A; m = dT/divisor
+    between   dT_i = -sign g^(r+2) a^2 A                    proximal: theta g^4 a^2 B;  m = dT/divisor
+              dg = sign g^(r-1) sum_i A a (r - 2 (1 - a))   proximal: -2 theta g sum_i a^2 B,  dtheta = -sum g^2 a B
     sweep 2   dS = pi (c G + 2 m s)                         proximal: -G w/(1+w) + 2 pi m s        (uniform: 2 m s without pi)
               dpi = sum_i s (c G + m s) - sum_i m T         proximal: -c sum_i q + ...             (uniform: no m)
               dscores = pi (1 - pi) dpi for a sigmoid, else dpi itself

@@ -25,7 +25,7 @@ from dmst import tracing
 from dmst.errors import DmstError
 from dmst.kernels.choice import interpreted
 
-PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may have no memory to give to a kernel
+PLAIN = {Tensor, torch.nn.Parameter, list, bool, int, float, str, torch.dtype, type(None)}  # a subclass may have no memory
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -38,7 +38,7 @@ def op(*, mutates: Iterable[str] = ()) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            plain = tracing.is_plain_eager() and not any(isinstance(x, Tensor) and type(x) not in PLAIN for x in args)
+            plain = tracing.is_plain_eager() and PLAIN.issuperset(map(type, args))
             return function(*args) if plain else known(*args)
 
         return call  # type: ignore[return-value]
@@ -51,9 +51,30 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         if not is_fake(next(x for x in args if isinstance(x, Tensor))):
             kernel[grid](*args, **constants)
     elif tracing.is_plain_eager():
-        kernel[grid](*args, **constants)
+        _start(kernel, grid, args, constants)
     else:
         wrap_triton(kernel)[grid](*args, **constants)
+
+
+_made: dict[tuple, tuple[Any, list]] = {}
+
+
+def _start(kernel: Any, grid: tuple[int, ...], args: tuple, constants: dict[str, Any]) -> None:
+    """kernel[grid](*args, **constants), less of the time that Triton takes to find what it made for a call of this kind."""
+    kinds = [_kind(x) for x in args]
+    key = (kernel.fn, torch.cuda.current_device(), *kinds, *constants.values())
+    if key not in _made:
+        _made[key] = kernel[grid](*args, **constants), [constants[name] for name in kernel.arg_names[len(args) :]]
+        return
+    made, values = _made[key]
+    made[(*grid, 1, 1)](*args, *values)
+
+
+def _kind(x: Any) -> Any:
+    """What Triton makes a kernel for: the dtype of a tensor and whether it is aligned, and of a number 1, 16 and 32 bits."""
+    if isinstance(x, Tensor):
+        return x.dtype if x.data_ptr() % 16 == 0 else (x.dtype,)
+    return x if x is None or x == 1 else (x % 16 == 0, x < 2**31)
 
 
 def is_fake(x: Tensor) -> bool:
