@@ -84,7 +84,7 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         return False
-    return all([x is None or is_tensor(x) for x in module._parameters.values()])  # a list: the host is quicker with it
+    return all(x is None or is_tensor(x) for x in module._parameters.values())
 
 
 def is_tensor(x: object) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmst.kernels import choice
 from dmst.operators import OPERATORS, Operator, create
 from dmst.operators.family import TokenStatistics
 
@@ -54,6 +55,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 FEW: dict[str, dict[str, Any]] = {"gmsa": {"groups": 4}}  # the default number of groups asks for more tokens than tests have
 FAMILY = [(name, options) for name, options in VARIANTS if issubclass(OPERATORS[name], TokenStatistics)]
+FUSED = [case for case in FAMILY if not choice.unfit(create(case[0], 24, K, **case[1]).form, 24)]  # the kernels compute these
 
 
 def label(case: tuple[str, dict[str, Any]]) -> str:

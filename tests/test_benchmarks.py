@@ -61,7 +61,7 @@ def test_operators_on_a_cpu(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert all(row["failure"] is None and row["forward_ms"] > 0 < row["train_ms"] for row in rows)
     kept = {row["what"]: row["kept_mb"] * 2**20 / (4 * 2 * 7 * 192) for row in rows if row["backend"] != "reference"}
     assert kept["floor"] == pytest.approx(2, rel=1e-3)
-    assert 6 < kept["listing"]
+    assert kept["listing"] > 6
 
 
 @pytest.mark.slow

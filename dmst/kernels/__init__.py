@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dmst.errors import ShapeError
 from dmst.kernels import reference
-from dmst.kernels.autocast import autocast_is_on, without_autocast
+from dmst.kernels.casting import autocast_is_on, without_autocast
 from dmst.kernels.choice import AnyForm, AnyWeights, kernel_for, use_kernels
 from dmst.kernels.form import Form, Weights
 

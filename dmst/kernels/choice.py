@@ -36,10 +36,9 @@ from dmst.kernels.mixture import MixtureForm, MixtureWeights
 CHOICES = ("auto", "reference", "fused")
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 8)  # tested, both; a newer one may break the kernels, as 3.9 does
 UNTESTED = "the newest that was tested"
+FUSED_GATES = ("sparsemax", "gelu", None)
 OLDEST_DEVICE = (8, 0)  # bfloat16 and TF32 in the tensor cores
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 AnyForm = Form | MixtureForm
 AnyWeights = Weights | MixtureWeights
 Kernel = Callable[..., Tensor]
@@ -108,8 +107,7 @@ def triton_problem() -> str:
 @functools.cache
 def _warn_once(problem: str) -> None:
     warnings.warn(
-        f"{problem}: plain torch is used, which is slower. For a Triton that was tested: pip install --upgrade 'dmst[kernels]'",
-        stacklevel=4,
+        f"{problem}: plain torch is used, which is slower. Remedy: pip install --upgrade 'dmst[kernels]'", stacklevel=4
     )
 
 
@@ -155,15 +153,17 @@ def verdict(device: torch.device, dtype: torch.dtype, form: AnyForm, dim: int, c
         return Verdict(False, 'use_kernels("reference")')
     if dtype not in DTYPES:
         return Verdict(False, f"fused kernels compute in at most float32, and this is {str(dtype).removeprefix('torch.')}")
-    problem = _too_large(form, dim) or machine_problem(device.type, device.index or 0, choice == "fused")
+    problem = unfit(form, dim) or machine_problem(device.type, device.index or 0, choice == "fused")
     if problem:
         return Verdict(False, problem)
     return Verdict(True, "the default on this GPU" if choice == "auto" else 'use_kernels("fused")')
 
 
-def _too_large(form: AnyForm, dim: int) -> str:
+def unfit(form: AnyForm, dim: int) -> str:
     """Why no kernel computes this form at this width; nothing where one does."""
     p = dim // form.num_heads
+    if form.gate not in FUSED_GATES or form.max_active_heads:
+        return "fused kernels have the gates sparsemax and gelu, without a cap on heads"
     if form.num_heads > plan.MOST_HEADS or p > plan.WIDEST:
         return f"fused kernels take up to {plan.MOST_HEADS} heads of up to {plan.WIDEST} channels"
     if isinstance(form, MixtureForm):
@@ -174,8 +174,8 @@ def _too_large(form: AnyForm, dim: int) -> str:
         ]
         wrong += ["keys that are not normalised"] if form.normalize_keys else []
         return f"the fused GMSA takes {', '.join(wrong)}" if wrong else ""
-    if (form.membership == "sigmoid" and form.token_sparse_rescale) or (form.membership == "energy" and form.uniform_moment):
-        return "fused kernels do not compute this form"  # no operator has it
+    if form.membership not in ("sigmoid", "energy") or form.token_sparse_rescale or form.uniform_moment or form.sign > 0:
+        return "fused kernels compute DMSA, TSSA and GMSA, and this is a relative of theirs"
     return "fused kernels read the same scores for membership and gate" if form.split else ""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Self
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dmst.sparsemax import jacobian_product, sparsemax
+from dmst.sparsemax import sparsemax
 
 SAVES = ("projected", "nothing")
 
@@ -26,6 +25,8 @@ class Choices:
 
     text: str
     mode: str
+    gate: str | None
+    gate_scale: float
 
     def __post_init__(self) -> None:
         choices = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
@@ -40,6 +41,10 @@ class Choices:
     def power(self) -> int:
         """How often the gate multiplies the update."""
         return 1 if self.mode == "listing" else 2
+
+    @property
+    def gate_choice(self) -> tuple[str, float]:
+        return str(self.gate), self.gate_scale
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,6 @@ class Form(Choices):
         """Whether membership and gate read scores of different positions: plain torch alone computes that."""
         return self.gate is not None and self.gate_rotary not in (None, self.rotary)
 
-    @property
-    def gate_choice(self) -> tuple[str, float, int]:
-        """Its name, its scale, and how many heads it leaves at most; 0: all."""
-        return str(self.gate), self.gate_scale, self.max_active_heads or 0
-
 
 class Weights(NamedTuple):
     """The tensors of one layer, as they enter the product (a tied output has `out=None`)."""
@@ -90,38 +90,22 @@ class Weights(NamedTuple):
     theta: Tensor | None = None  # (), proximal; positive
 
 
-class Activation(NamedTuple):
-    value: Callable[..., Tensor]  # value(scores, form)
-    pullback: Callable[..., Tensor]  # pullback(grad, scores or None, value, form): grad of value -> grad of scores
-
-
-def _gelu_slope(s: Tensor) -> Tensor:
-    return 0.5 * (1 + torch.erf(s * math.sqrt(0.5))) + s * torch.exp(-0.5 * s * s) / math.sqrt(2 * math.pi)
-
-
-def _softmax_pullback(grad: Tensor, _: Any, value: Tensor, form: Form) -> Tensor:
-    return value * (grad - (value * grad).sum(1, keepdim=True))
-
-
 def _token_sparsemax(scores: Tensor, form: Form) -> Tensor:
     return sparsemax(scores, -1, method="sort")  # one method for every length, so that a traced graph has one shape
 
 
-# Membership of token n in head k from scores (b, k, n). Pullbacks read the membership alone: scores need not be kept.
-MEMBERSHIP: dict[str, Activation] = {
-    "sigmoid": Activation(lambda s, form: s.sigmoid(), lambda grad, _, value, form: grad * value * (1 - value)),
-    "softmax": Activation(lambda s, form: s.softmax(1), _softmax_pullback),
-    "token_sparsemax": Activation(_token_sparsemax, lambda grad, _, value, form: jacobian_product(value, grad)),
+# Membership of token n in head k from scores (b, k, n).
+MEMBERSHIP: dict[str, Callable[[Tensor, Form], Tensor]] = {
+    "sigmoid": lambda s, form: s.sigmoid(),
+    "softmax": lambda s, form: s.softmax(1),
+    "token_sparsemax": _token_sparsemax,
 }
 
 # Gate of head k from the token mean of its scores (b, k), before `gate_scale`.
-GATE: dict[str, Activation] = {
-    "sparsemax": Activation(
-        lambda s, form: sparsemax(s, -1, max_active=form.max_active_heads),
-        lambda grad, _, value, form: jacobian_product(value, grad),
-    ),
-    "sigmoid": Activation(lambda s, form: s.sigmoid(), lambda grad, _, value, form: grad * value * (1 - value)),
-    "relu": Activation(lambda s, form: s.relu(), lambda grad, s, _, form: grad * (s > 0)),
-    "gelu": Activation(lambda s, form: torch.nn.functional.gelu(s), lambda grad, s, _, form: grad * _gelu_slope(s)),
-    "uniform": Activation(lambda s, form: torch.full_like(s, 1 / form.num_heads), lambda grad, *_: torch.zeros_like(grad)),
+GATE: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "sparsemax": lambda s, form: sparsemax(s, -1, max_active=form.max_active_heads),
+    "sigmoid": lambda s, form: s.sigmoid(),
+    "relu": lambda s, form: s.relu(),
+    "gelu": lambda s, form: torch.nn.functional.gelu(s),
+    "uniform": lambda s, form: torch.full_like(s, 1 / form.num_heads),
 }

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from dmst import rotary
 from dmst.errors import ShapeError, shown
-from dmst.kernels.arithmetic import add, cast, free, in_place, over, wide
+from dmst.kernels.casting import cast, wide
 from dmst.kernels.form import GATE, Choices
 from dmst.onednn import linear
 
@@ -67,10 +67,6 @@ class MixtureForm(Choices):
     @property
     def sharpness(self) -> float:
         return UNIT_SHARPNESS if self.normalize_keys else self.key_dim**-0.5
-
-    @property
-    def gate_choice(self) -> tuple[str, float, int]:
-        return str(self.gate), self.gate_scale, 0
 
 
 class MixtureWeights(NamedTuple):
@@ -109,7 +105,6 @@ def take_steps(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid
     turned = turn(z, form, grid)
     keys = split(linear(turned.to(dtype), weights.key.to(dtype), cast(weights.key_bias, dtype)), form)
     pooled = None if weights.gate is None else token_mean(turned) @ wide(weights.gate).transpose(-2, -1)
-    del turned  # on a CPU touching new memory is what costs most: the next product takes this
     projected = split(linear(z.to(dtype), weights.subspace.to(dtype)), form)
     return steps_from(projected, keys, pooled, form, grid)
 
@@ -117,7 +112,7 @@ def take_steps(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid
 def steps_from(projected: Tensor, keys: Tensor, pooled: Tensor | None, form: MixtureForm, grid: Grid) -> MixtureSteps:
     """The same of tokens that have coordinates, keys and the score of their gate already."""
     membership = memberships_of(keys, form, grid)[-1]
-    gate = None if pooled is None else form.gate_scale * GATE[str(form.gate)].value(wide(pooled), form)
+    gate = None if pooled is None else form.gate_scale * GATE[str(form.gate)](wide(pooled), form)
     return MixtureSteps(projected, keys, membership, *moments(projected, membership), pooled, gate)
 
 
@@ -134,14 +129,6 @@ def token_mean(z: Tensor) -> Tensor:
 def split(flat: Tensor, form: MixtureForm) -> Tensor:
     """(b, n, k p) to (b, k, n, p), always a copy."""
     return rearrange(flat, "b n (k p) -> b k n p", k=form.num_heads).clone(memory_format=torch.contiguous_format)
-
-
-def join(x: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
-    """(b, k, n, p) to (b, n, k p), into a buffer whose content is done with."""
-    b, k, n, p = x.shape
-    if free(into, dtype):
-        return into.view(b, n, k, p).copy_(x.transpose(1, 2)).view(b, n, k * p)
-    return rearrange(x, "b k n p -> b n (k p)").to(dtype)
 
 
 def memberships_of(keys: Tensor, form: MixtureForm, grid: Grid) -> list[Tensor]:
@@ -171,14 +158,10 @@ def moments(projected: Tensor, membership: Tensor) -> tuple[Tensor, Tensor, Tens
     """Mass, mean and spread of every group. E s^2 - mu^2 is off by some 1e-7 mu^2 in float32: a = 1/(1 + g^2 V) sees
     that only where |g mu| is above 100."""
     s, mass = wide(projected), membership.sum(-2)
-    groups, per = membership.transpose(-2, -1), divisor(mass).unsqueeze(-1)
-
-    def average(x: Tensor) -> Tensor:
-        # autograd would take sum/m^2 of the shorter one, which is infinite where a group has next to no mass
-        return over(groups @ x, per) if in_place() else (groups / per) @ x
-
-    mean = average(s)
-    return mass, mean, (average(s.square()) - mean.square()).clamp(min=0)
+    # the sum divided by the mass has a gradient that is infinite where a group has next to no mass
+    share = membership.transpose(-2, -1) / divisor(mass).unsqueeze(-1)
+    mean = share @ s
+    return mass, mean, (share @ s.square() - mean.square()).clamp(min=0)
 
 
 def attenuation_of(steps: MixtureSteps) -> tuple[Tensor, Tensor]:
@@ -211,9 +194,8 @@ def pulls_of(steps: MixtureSteps, theta: Tensor | None, form: MixtureForm) -> tu
     alpha, beta = steps.membership @ weight, steps.membership @ (weight * steps.mean)
     if not form.own:
         return alpha, beta
-    moved = wide(steps.projected)
-    pull = beta.addcmul_(alpha, moved, value=-1) if in_place() else beta - alpha * moved
-    return alpha, over(pull, 1 + alpha) if form.mode == "proximal" else pull
+    pull = beta - alpha * wide(steps.projected)
+    return alpha, pull / (1 + alpha) if form.mode == "proximal" else pull
 
 
 def by_head(theta: Tensor) -> Tensor:
@@ -224,9 +206,9 @@ def by_head(theta: Tensor) -> Tensor:
 def project_out(update: Tensor, weights: MixtureWeights, dtype: torch.dtype) -> Tensor:
     """sum_k update_k W_out,k + bias, in the compute dtype; tied to the subspaces where there is no `out`."""
     weight = weights.subspace.transpose(-2, -1) if weights.out is None else weights.out
-    out = linear(join(update, dtype), weight.to(dtype))
+    out = linear(rearrange(update, "b k n p -> b n (k p)").to(dtype), weight.to(dtype))
     # the bias apart: with one F.linear hands out a view, which nobody may change in place
-    return out if weights.out_bias is None else add(out, weights.out_bias.to(dtype))
+    return out if weights.out_bias is None else out + weights.out_bias.to(dtype)
 
 
 # --- the cells of the coarse grid ------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ WIDE: Row = USUAL | {
     "groups back": Cut(16, 0, 0, 4, 1),
 }
 TABLE: dict[tuple[tuple[int, int], int, torch.dtype], Row] = {
-    ((9, 0), 384, torch.bfloat16): USUAL | {  # NVIDIA H200, 8 heads: good at 256x197 and at 4x16384
+    ((9, 0), 384, torch.bfloat16): USUAL
+    | {  # NVIDIA H200, 8 heads: good at 256x197 and at 4x16384
         "front": Cut(64, 64, 0, 4, 2),
         "front keys": Cut(64, 64, 128, 4, 3),
         "into_weights keys": Cut(32, 128, 128, 4, 2),
@@ -125,11 +126,11 @@ def power_of_two(x: int) -> int:
 
 
 class Sweep(NamedTuple):
-    """A pass over (tokens, heads, channels) of each sample."""
+    """A pass over (tokens, heads, channels) of each sample; for GMSA over the tokens of each sample and head."""
 
-    block: dict[str, int]  # of one step: heads, their pieces and the channels of each, tokens
+    block: dict[str, int]  # of one step: tokens; heads, their pieces and the channels of each
     blocks: int  # programs along the heads
-    splits: int  # programs along the tokens of one sample
+    splits: int  # programs along the tokens
     span: int  # tokens of one of them
     warps: int
     stages: int
@@ -172,24 +173,14 @@ def share(kernel: str, b: int, n: int, d: int, tile: Cut) -> Share:
     return Share(chunks * over(tiles, some), b, tiles, samples, some, chunks)
 
 
-class Split(NamedTuple):
-    """A pass over the tokens of each image and head, for GMSA."""
-
-    tokens: int  # a step of its loop
-    splits: int  # programs along the tokens
-    span: int  # tokens of one of them
-    warps: int
-    stages: int
-
-
 @_kept
-def groups(kernel: str, rows: int, n: int, d: int, p: int, g: int, dtype: torch.dtype) -> Split:
+def groups(kernel: str, rows: int, n: int, d: int, p: int, g: int, dtype: torch.dtype) -> Sweep:
     """`rows`: images times heads. Where heads or groups are large, fewer tokens and more warps: a tile is in registers."""
     tile, widest = cut(kernel, d, dtype), power_of_two(max(p, g, 64))
     tokens = max(16, tile.tokens * 64 // widest)
     many = max(16, power_of_two(p)) * max(16, power_of_two(g)) > MOST_MEANS // 2
     warps = tile.warps * (2 if many else 1)
-    return Split(tokens, *_split(rows, n, tokens, warps), warps, tile.stages)
+    return Sweep({"TOKENS": tokens}, 1, *_split(rows, n, tokens, warps), warps, tile.stages)
 
 
 def _split(rows: int, n: int, tokens: int, warps: int) -> tuple[int, int]:

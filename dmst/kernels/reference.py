@@ -15,7 +15,6 @@ Every step is plain differentiable torch, to any order, and no `.mT`, which conv
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dmst import rotary
-from dmst.kernels.arithmetic import add, cast, product, times, wide
+from dmst.kernels.casting import cast, wide
 from dmst.kernels.form import GATE, MEMBERSHIP, Form, Weights
 from dmst.onednn import linear
 
@@ -82,20 +81,10 @@ def score(z: Tensor, weights: Weights, form: Form, grid: tuple[int, int] | None,
     if positions is None:
         scores = z @ assign.transpose(-2, -1)
     else:  # <rot_n z, w> = <z cos_n, w> + <z sin_n, turn w>: no token is shuffled
-        by_cos, by_sin = turned_products(z, positions, lambda x, w: x @ w.transpose(-2, -1), assign, rotary.turn(assign))
-        scores = by_cos + by_sin
+        scores = (z * positions.cos) @ assign.transpose(-2, -1) + (z * positions.sin) @ rotary.turn(assign).transpose(-2, -1)
     if weights.assign_bias is not None:
         scores = scores + wide(weights.assign_bias)
     return scores.transpose(-2, -1)
-
-
-def turned_products(
-    z: Tensor, positions: rotary.Table, multiply: Callable[[Tensor, Tensor], Tensor], by_cos: Tensor, by_sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """multiply(z cos, by_cos) and multiply(z sin, by_sin), one after the other in one buffer."""
-    turned = z * positions.cos
-    first = multiply(turned, by_cos)
-    return first, multiply(product(z, positions.sin, turned), by_sin)
 
 
 def membership_of(scores: Tensor | None, projected: Tensor | None, temperature: Tensor | None, form: Form) -> Tensor:
@@ -105,7 +94,7 @@ def membership_of(scores: Tensor | None, projected: Tensor | None, temperature: 
         logits = wide(temperature) * token_energy(projected, form)
         return (logits if scores is None else logits + scores).softmax(1)
     assert scores is not None
-    membership = MEMBERSHIP[form.membership].value(scores, form)
+    membership = MEMBERSHIP[form.membership](scores, form)
     return membership * membership.shape[-1] if form.token_sparse_rescale else membership
 
 
@@ -128,7 +117,7 @@ def gate_of(scores: Tensor | None, form: Form) -> tuple[Tensor | None, Tensor | 
         return None, None
     assert scores is not None
     pooled = scores.sum(-1) / max(scores.shape[-1], 1)
-    return pooled, form.gate_scale * GATE[form.gate].value(pooled, form)
+    return pooled, form.gate_scale * GATE[form.gate](pooled, form)
 
 
 def token_moments(
@@ -146,7 +135,7 @@ def token_moments(
     mass = membership.sum(-1) + form.delta
     mass = mass if form.delta else torch.where(mass < torch.finfo(mass.dtype).tiny, 1, mass)  # 1/mass is finite; NaN stays
     share = membership / mass.unsqueeze(-1)
-    return times(values * share.unsqueeze(-1), values).sum(-2), mass
+    return (values * share.unsqueeze(-1) * values).sum(-2), mass
 
 
 def token_statistics(
@@ -176,8 +165,8 @@ def update_of(steps: Steps, theta: Tensor | None, form: Form) -> Tensor:
     if form.mode == "proximal":
         assert theta is not None
         w = membership * (wide(theta) * gate.square() * attenuation).unsqueeze(-2)
-        return times(-w / (1 + w), values)
-    return times(values * membership, (form.sign * gate**form.power * attenuation).unsqueeze(-2))
+        return -w / (1 + w) * values
+    return values * membership * (form.sign * gate**form.power * attenuation).unsqueeze(-2)
 
 
 def project_out(update: Tensor, weights: Weights, dtype: torch.dtype) -> Tensor:
@@ -185,7 +174,5 @@ def project_out(update: Tensor, weights: Weights, dtype: torch.dtype) -> Tensor:
     flat = rearrange(update, "b k n p -> b n (k p)").to(dtype)
     weight = weights.subspace.transpose(-2, -1) if weights.out is None else weights.out
     out = linear(flat, weight.to(dtype))
-    if weights.out_bias is None:
-        return out
-    # apart: with a bias F.linear hands out a view, which nobody may change in place
-    return add(out, weights.out_bias.to(dtype))
+    # the bias apart: with one F.linear hands out a view, which nobody may change in place
+    return out if weights.out_bias is None else out + weights.out_bias.to(dtype)

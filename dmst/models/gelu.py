@@ -21,8 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dmst import onednn, tracing
 from dmst.kernels import compute_dtype, without_autocast
-from dmst.kernels.arithmetic import cast
-from dmst.kernels.autocast import autocast_is_on
+from dmst.kernels.casting import autocast_is_on, cast
 from dmst.kernels.choice import chosen
 
 Q = (-4.78161562e-9, 3.62801069e-7, -1.10290295e-5, 1.5569583e-4, 1.10615411e-4, -0.104863936, -2.30219511)

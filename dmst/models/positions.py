@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmst import tracing
-from dmst.kernels.arithmetic import wide
+from dmst.kernels.casting import wide
 from dmst.one_node import OneNode
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmst.errors import ShapeError
-from dmst.kernels.autocast import autocast_is_on
+from dmst.kernels.casting import autocast_is_on
 from dmst.models.config import ModelConfig
 from dmst.models.stems import STEMS
 

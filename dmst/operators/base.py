@@ -20,7 +20,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dmst.errors import OptionError, ShapeError, flag, shown, unknown_name
-from dmst.kernels.autocast import autocast_is_on
+from dmst.kernels.casting import autocast_is_on
 from dmst.one_node import OneNode
 
 Grid = tuple[int, int] | None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dmst import kernels, objective, rotary
 from dmst.errors import OptionError, choose, flag, number
 from dmst.kernels import Form, Weights, reference
-from dmst.kernels.arithmetic import wide
+from dmst.kernels.casting import wide
 from dmst.kernels.form import SAVES
 from dmst.kernels.reference import Steps
 from dmst.operators.base import Grid, Parts, lineage_options

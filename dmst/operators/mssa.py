@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from dmst import objective
 from dmst.errors import OptionError, number, shown
 from dmst.kernels import without_autocast
-from dmst.kernels.arithmetic import wide
+from dmst.kernels.casting import wide
 from dmst.operators.base import Grid, Operator, Parts, lineage_options
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dmst import tracing
-from dmst.kernels.autocast import without_autocast
+from dmst.kernels.casting import without_autocast
 
 
 class OrthonormalLinear(nn.Linear):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dmst.errors import number
 from dmst.kernels import without_autocast
-from dmst.kernels.arithmetic import wide
+from dmst.kernels.casting import wide
 from dmst.operators.base import Grid, Operator, Parts, lineage_options
 
 

@@ -88,8 +88,8 @@ def test_an_unknown_name_says_what_there_is(name: Any) -> None:
 def test_on_the_cpu_auto_is_never_fused(interpreted: None) -> None:
     """Also where the interpreter is on: it is for tests."""
     z, weights, form = layer()
-    for tokens in (z, z.clone().requires_grad_()):
-        assert choice.kernel_for(tokens, weights, form, F32) is reference.attend
+    for given in (z, z.clone().requires_grad_()):
+        assert choice.kernel_for(given, weights, form, F32) is reference.attend
     assert choice.verdict(CPU, F32, form, 24) == (False, "fused kernels need a CUDA device, and this is cpu")
 
 
@@ -178,7 +178,9 @@ def test_what_a_device_computes(device: list) -> None:
             assert answer == (False, f"fused kernels take up to {plan.MOST_HEADS} heads of up to {plan.WIDEST} channels")
         assert "at most float32, and this is float64" in choice.verdict(CUDA, F64, FORM, 24, chosen).why
     for form in (Form(3, token_sparse_rescale=True), Form(3, membership="energy", gate=None, uniform_moment=True)):
-        assert "this form" in choice.verdict(CUDA, F32, form, 24, "auto").why
+        assert "a relative of theirs" in choice.verdict(CUDA, F32, form, 24, "auto").why
+    for form in (Form(3, gate="relu"), Form(3, max_active_heads=2)):
+        assert "gates sparsemax and gelu" in choice.verdict(CUDA, F32, form, 24, "auto").why
     device[0] = (7, 5)
     choice._card_problem.cache_clear()
     assert choice.verdict(CUDA, F32, FORM, 24) == (False, "fused kernels need compute capability 8.0 or newer")

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from dmst import kernels, use_kernels
 from dmst.kernels import Weights, plan, reference
 from dmst.operators import DMSA
-from tests.cases import FAMILY, build, excite, gradients, label, relative
+from tests.cases import FUSED, build, excite, gradients, label, relative
 from tests.parity import (
     BARS,
     BF16,
@@ -52,26 +52,24 @@ pytestmark = needs_triton
 interpreter = pytest.mark.interpreter
 # A program costs the interpreter as much as a large tile costs a GPU, and a new width costs a GPU a compilation.
 SMALL = (3, 198, 96, 2) if DEVICE == "cuda" else (2, 7, 72, 3)  # b, n, d, k; heads of 48 or 24 channels, three pieces
-LOW = [LISTING, EQUATION, PROXIMAL, TSSA, ("tpsusa", {}), ("gated_channel", {})]
+LOW = [LISTING, EQUATION, PROXIMAL, TSSA]
 BIASED = ("dmsa", {"membership_bias": True})
 
 
 # --- every form, every dtype ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", FAMILY, ids=label)
+@pytest.mark.parametrize("case", FUSED, ids=label)
 def test_every_form(case: tuple) -> None:
     """Every buffer starts as NaN, and behind the end of every input there is nothing but NaN."""
     made = draw(case, SMALL)
     with fresh_memory_is_nan():
         found = fused(made.map(guarded))
-    check(found, made, like_plain=case[0] == "tpsusa")  # its sparsemax over tokens loses digits in plain float32 too
+    check(found, made)
 
 
 @interpreter
-@pytest.mark.parametrize(
-    "case", [case for case in FAMILY if case[1].get("gate_activation") in (None, "gelu", "relu")], ids=label
-)
+@pytest.mark.parametrize("case", FUSED, ids=label)
 def test_where_gates_close(case: tuple) -> None:
     """Two token tiles, the second one short."""
     torch.manual_seed(1)  # with 0 a pooled score nearly cancels, and the interpreter adds up a tile one by one
@@ -119,15 +117,6 @@ def test_scores_stay_float32_where_products_do_not() -> None:
             assert relative(found, right) < BARS[dtype][0]
 
 
-@interpreter
-def test_memberships_that_grow_with_the_tokens_do_not_overflow_float16() -> None:
-    """pi reaches n there: pi s, here beyond 65504, is never stored without its factor."""
-    operator = build("tpsusa", {"token_sparse_rescale": True}, dim=16, heads=2, dtype=F32).half().to(DEVICE)
-    z = 300 * torch.randn(1, 256, 16).half().to(DEVICE)
-    with torch.no_grad(), use_kernels("fused"):
-        assert operator(z).isfinite().all()
-
-
 # --- sizes and ways ---------------------------------------------------------------------------------------------------
 
 SIZES = [
@@ -161,7 +150,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "case",
-    [("dmsa", {"max_active_heads": 2, "membership_bias": True}), PROXIMAL, ("tssa", {"position_scores": "1d"})],
+    [("dmsa", {"membership_bias": True}), PROXIMAL, ("tssa", {"position_scores": "1d"})],
     ids=label,
 )
 def test_every_way_to_cut_the_work(case: tuple, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +309,7 @@ def check_isolation(made: Layer, dtype: torch.dtype) -> None:
             assert found[key][1].isnan().any() or (where, key) == ("grad", "output")
 
 
-@pytest.mark.parametrize("case", [LISTING, PROXIMAL, TSSA, ("gated_channel", {})], ids=label)
+@pytest.mark.parametrize("case", [LISTING, PROXIMAL, TSSA], ids=label)
 def test_a_nan_stays_in_its_sample(case: tuple) -> None:
     check_isolation(draw(case, (3, 9, 24, 3), excited=True), F32)
 
@@ -333,7 +322,7 @@ def test_repeats_are_equal_to_the_bit() -> None:
 
 
 @interpreter
-@pytest.mark.parametrize("case", [LISTING, EQUATION, PROXIMAL, TSSA, ("gated_channel", {})], ids=label)
+@pytest.mark.parametrize("case", LOW, ids=label)
 def test_what_is_computed_again_has_the_same_bits(case: tuple) -> None:
     """By `save="nothing"`, and by checkpointing."""
     made = draw(case, SMALL, excited=True)
@@ -351,7 +340,7 @@ def test_what_is_computed_again_has_the_same_bits(case: tuple) -> None:
 
 
 @interpreter
-@pytest.mark.parametrize("gate", ["sparsemax", "sigmoid", "relu", "gelu", "uniform"])
+@pytest.mark.parametrize("gate", ["sparsemax", "gelu"])
 def test_gates_at_ties_and_at_zero(gate: str) -> None:
     """All scores equal, for any reason or for none: zeros."""
     for value in (0.0, 1.0):
@@ -363,22 +352,7 @@ def test_gates_at_ties_and_at_zero(gate: str) -> None:
 
 
 @interpreter
-@pytest.mark.parametrize("heads", [12, 40])  # the reference compares pairs of the first, and sorts the second
-def test_a_cap_on_tied_heads(heads: int) -> None:
-    """All tied, four allowed: the four lowest indices are on, and only they are learned from."""
-    made = draw(("dmsa", {"max_active_heads": 4}), (2, 3, 4 * heads, heads), excited=True)
-    tied = torch.zeros(heads, 4 * heads, device=DEVICE).index_fill_(1, torch.tensor([3], device=DEVICE), 1.0)
-    made = made._replace(weights=made.weights._replace(assign=tied))  # one channel: no order of a sum can break the tie
-    found = fused(made)
-    check(found, made, like_plain=True)
-    by_head = found["subspace"].unflatten(0, (heads, 4))
-    assert by_head[:4].any() and not by_head[4:].any()
-
-
-@interpreter
-@pytest.mark.parametrize(
-    "options", [{}, {"mode": "equation"}, {"mode": "proximal"}, {"gate_activation": "relu"}, {"max_active_heads": 1}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"mode": "equation"}, {"mode": "proximal"}], ids=str)
 def test_a_silent_head_learns_nothing(options: dict) -> None:
     """Gate 0 for the sample: exactly 0 in every gradient that belongs to the head."""
     made = draw(("dmsa", {"membership_bias": True, **options}), (1, 9, 48, 6), excited=True)
@@ -408,7 +382,7 @@ def gates(made: Layer) -> Tensor:
 # --- fuzz -------------------------------------------------------------------------------------------------------------
 
 DRAWN = {
-    "case": st.sampled_from(FAMILY if DEVICE == "cpu" else [LISTING, PROXIMAL, TSSA]),
+    "case": st.sampled_from(FUSED if DEVICE == "cpu" else [LISTING, PROXIMAL, TSSA]),
     "b": st.integers(0, 2 if DEVICE == "cpu" else 9),
     "n": st.one_of(st.integers(0, 9), st.sampled_from([63, 64, 65]), st.integers(0, 70 if DEVICE == "cpu" else 3000)),
     "k": st.integers(1, 3) if DEVICE == "cpu" else st.just(2),  # a new width is a compilation
@@ -429,8 +403,6 @@ def test_any_shape_stride_and_dtype(drawn: dict[str, Any]) -> None:
     d = k * p
     turns = 4 if "2d" in options.values() else 1 if "none" in options.values() else 2
     d *= turns // min(turns, next(t for t in (4, 2, 1) if d % t == 0))  # rotary wants pairs, 2d pairs of pairs
-    if "max_active_heads" in options:
-        options = {**options, "max_active_heads": min(k, options["max_active_heads"])}
     torch.manual_seed(b + 7 * n + 1000 * k + 9000 * p)
     made = draw((name, options), (b, n, d, k), dtype, excited=drawn["excited"])
     z, grad = (

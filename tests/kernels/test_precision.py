@@ -11,7 +11,7 @@ from dmst import rotary
 from dmst.kernels import reference
 from dmst.operators import DMSA
 from dmst.sparsemax import sparsemax
-from tests.cases import build, excite, gradients, grid_of, label, relative, tokens
+from tests.cases import build, gradients, grid_of, label, relative, tokens
 from tests.parity import BARS, F64, PRECISE, excess, rounded
 
 SHAPES = [(1, 1, 48, 3), (3, 2, 48, 3), (3, 17, 64, 8), (2, 197, 48, 1), (1, 197, 192, 4)]

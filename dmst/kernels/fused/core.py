@@ -1,6 +1,6 @@
 """What one head does to one token, for every kernel that needs it.
 
-a = 1/(1 + g^2 T)      listing  c = sign g a      equation  c = sign g^2 a      proximal  c = theta g^2 a
+a = 1/(1 + g^2 T)      listing  c = -g a      equation  c = -g^2 a      proximal  c = theta g^2 a
 update = f s           listing, equation  f = pi c                              proximal  f = -w/(1+w), w = pi c
 """
 
@@ -31,13 +31,13 @@ def attenuation(moment, gate):
 
 
 @triton.jit
-def factor(a, gate, theta, sign, MODE: tl.constexpr):
+def factor(a, gate, theta, MODE: tl.constexpr):
     """c, from the attenuation a."""
     if MODE == PROXIMAL:
         return theta * gate * gate * a
     if MODE == LISTING:
-        return sign * gate * a
-    return sign * gate * gate * a
+        return -gate * a
+    return -gate * gate * a
 
 
 @triton.jit
@@ -47,14 +47,6 @@ def weigh(membership, c, MODE: tl.constexpr):
     if MODE == PROXIMAL:
         return -w / (1.0 + w)
     return w
-
-
-@triton.jit
-def gate_of_heads(gate_ptr, sample, heads, K: tl.constexpr, GATED: tl.constexpr):
-    """g_k of one sample for these heads; 1 where the layer has no gate."""
-    if GATED:
-        return tl.load(gate_ptr + sample * K + heads, mask=heads < K, other=0.0)
-    return tl.full(heads.shape, 1.0, tl.float32)
 
 
 @triton.jit

@@ -265,8 +265,7 @@ def front(
     key_bias: Tensor | None, sigmoid: bool, pooled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of z (b, n, d): pi or l (b, n, k), where there are no keys; with `pooled` sums of l by tile, (b, tiles, k); and keys
-    (b, n, q). What there is not is empty.
-    """
+    (b, n, q). What there is not is empty."""
     (b, n, d), k, q = z.shape, 0 if assign is None else assign.shape[0], 0 if key is None else key.shape[0]
     tile = plan.cut("front keys" if q else "front", d, z.dtype, q)
     tiles, sizes = over(n, tile.tokens), _sizes(z, k, q, tile, turn, step)

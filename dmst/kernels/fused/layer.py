@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst.kernels.arithmetic import aligned, cast
 from dmst.kernels.attempt import attempt
-from dmst.kernels.autocast import without_autocast
+from dmst.kernels.casting import aligned, cast, without_autocast
 from dmst.kernels.choice import AnyForm, AnyWeights, reference_of
 from dmst.kernels.form import Weights
 from dmst.kernels.fused import front, mixture_layer, statistics_layer

@@ -271,7 +271,7 @@ def update_kernel(
     projected_ptr, pi_ptr, sums_ptr, score_ptr, theta_ptr, update_ptr, gate_ptr, pooled_ptr, tiles, n, span,
     scale: tl.constexpr, K: tl.constexpr, P: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, OWN: tl.constexpr,
     THETAS: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
-    GROUPS: tl.constexpr, ROW: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr,
+    GROUPS: tl.constexpr, ROW: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """And the gate, from sums of its scores (b, tiles, k)."""
@@ -282,7 +282,7 @@ def update_kernel(
     pi_ptr += place * G
     gate = 1.0
     if GATE:
-        pooled, every = opened(score_ptr, (tl.program_id(0) // K).to(tl.int64), n, tiles, scale, K, ALL, GATE, ACTIVE, ROWS)
+        pooled, every = opened(score_ptr, (tl.program_id(0) // K).to(tl.int64), n, tiles, scale, K, ALL, GATE, ROWS)
         mine = tl.arange(0, ALL) == tl.program_id(0) % K
         gate = tl.sum(tl.where(mine, every, 0.0))
         if tl.program_id(1) == 0:
@@ -467,7 +467,7 @@ class _Sweeps:
         cut = self.cut
         launch(
             kernel, (self.rows, cut.splits), *arguments, self.n, cut.span,
-            TOKENS=cut.tokens, STAGES=cut.stages, num_warps=cut.warps, **constants,
+            **cut.block, STAGES=cut.stages, num_warps=cut.warps, **constants,
         )  # fmt: skip
 
     def room(self, like: Tensor, width: int) -> Tensor:

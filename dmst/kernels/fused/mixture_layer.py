@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmst.kernels import mixture
-from dmst.kernels.arithmetic import aligned, cast
+from dmst.kernels.casting import aligned, cast
 from dmst.kernels.fused import front
 from dmst.kernels.fused.gate import gate_adjoint
 from dmst.kernels.fused.launch import total

@@ -1,6 +1,6 @@
 """Second moments of the projected tokens, by membership, and the update that they attenuate.
 
-    energy_ki = sum_n pi_nk s_nki^2        mass_k = sum_n pi_nk        T = energy/(mass + delta)     (uniform: pi = 1, mass = n)
+    energy_ki = sum_n pi_nk s_nki^2        mass_k = sum_n pi_nk        T = energy/(mass + delta)
     update_nki = f(pi_nk, c_ki) s_nki      with f and c of `core`, in the dtype of s; the gate on the way, by `gate.opened`
 
 Where there are many samples a program takes a whole one, and finds its tokens in the cache the second time. Otherwise the
@@ -23,10 +23,8 @@ from dmst.kernels.fused.launch import launch, op
 
 
 @triton.jit
-def _divisor(mass, n, delta, UNIFORM: tl.constexpr, DELTA: tl.constexpr):
-    if UNIFORM:
-        return tl.zeros_like(mass) + tl.maximum(n * 1.0, 1.0)
-    if DELTA:
+def _divisor(mass, delta: tl.constexpr):
+    if delta > 0:
         return mass + delta
     return tl.where(mass > 0, mass, tl.where(mass != mass, mass, 1.0))
 
@@ -35,19 +33,19 @@ def _divisor(mass, n, delta, UNIFORM: tl.constexpr, DELTA: tl.constexpr):
 def moments_kernel(
     s_ptr, weight_ptr, score_ptr, theta_ptr, sums_ptr, moment_ptr, divisor_ptr, update_ptr, gate_ptr, pooled_ptr,
     n, span, splits, tiles,
-    delta: tl.constexpr, sign: tl.constexpr, scale: tl.constexpr,
+    delta: tl.constexpr, scale: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, TOKENS: tl.constexpr,
-    UNIFORM: tl.constexpr, SUM: tl.constexpr, UPDATE: tl.constexpr, DELTA: tl.constexpr, MODE: tl.constexpr,
-    ALL: tl.constexpr, GATE: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    UNIFORM: tl.constexpr, SUM: tl.constexpr, UPDATE: tl.constexpr, MODE: tl.constexpr,
+    ALL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`SUM` alone leaves rows of energy and mass; `UPDATE` alone reads what they sum to."""
+    """`SUM` alone leaves rows of energy and mass (`UNIFORM`: of pi = 1); `UPDATE` alone reads what they sum to."""
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
     row, count = sample * n + split * span, tl.minimum(span, n - split * span)
     s_ptr += row * (K * P)
     if UPDATE:
         update_ptr += row * (K * P)
-    if UPDATE or not UNIFORM:
+    if not UNIFORM:
         weight_ptr += row * K
     if not (SUM and UPDATE):
         sums_ptr += (sample * splits + split if SUM else sample) * (K * P + K)
@@ -80,12 +78,12 @@ def moments_kernel(
             totals += (tl.load(sums_ptr + column + i * WIDTH, mask=inside, other=0.0),)
         whole = tl.load(sums_ptr + K * P + head[:, None], mask=here, other=0.0)
     if UPDATE:
-        whole = _divisor(whole, n, delta, UNIFORM, DELTA)
+        whole = _divisor(whole, delta)
         if split == 0:
             tl.store(divisor_ptr + sample * K + head[:, None], whole, mask=here)
         gate = tl.full((HEADS, 1), 1.0, tl.float32)
         if GATE:
-            pooled, every = opened(score_ptr, sample, n, tiles, scale, K, ALL, GATE, ACTIVE, ROWS)
+            pooled, every = opened(score_ptr, sample, n, tiles, scale, K, ALL, GATE, ROWS)
             gate = of_heads(every, head)[:, None]
             if split == 0:
                 tl.store(gate_ptr + sample * K + head[:, None], gate, mask=here)
@@ -96,7 +94,7 @@ def moments_kernel(
             moment = totals[i] / whole
             if split == 0:
                 tl.store(moment_ptr + sample * (K * P) + column + i * WIDTH, moment, mask=inside)
-            c += (factor(attenuation(moment, gate), gate, theta, sign, MODE)[None],)
+            c += (factor(attenuation(moment, gate), gate, theta, MODE)[None],)
         for first in tl.range(0, count, TOKENS, num_stages=STAGES):
             at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
             weight = tl.load(weight_ptr + place, mask=some, other=0.0)[:, :, None]
@@ -115,9 +113,9 @@ def settle(
     told, update, (b, _, d) = Form.read(form), torch.empty_like(projected), projected.shape
     k = told.num_heads
     gated = (b if scores is not None else 0, k)
-    f32 = [torch.empty(size, device=projected.device, dtype=torch.float32) for size in ((b, k, d // k), (b, k), gated, gated)]
+    sizes = (b, k, d // k), (b, k), gated, gated
+    moment, divisor, gate, pooled = (torch.empty(size, device=projected.device, dtype=torch.float32) for size in sizes)
     found = _rows(projected, membership, told) if sweep_of(projected, told).splits > 1 else None
-    moment, divisor, gate, pooled = f32
     _launch(projected, membership, scores, theta, found, (moment, divisor, update, gate, pooled), told)
     return update, moment, divisor, gate, pooled
 
@@ -151,7 +149,6 @@ def _launch(
         moments_kernel, (b, sweep.splits, sweep.blocks),
         projected, weight, scores, theta, sums, *(made or (None,) * 5),
         n, sweep.span, sweep.splits, 0 if scores is None else scores.shape[1],
-        delta=form.delta, sign=form.sign, K=k, P=d // k, **sweep.block, **gate,
-        UNIFORM=weight is None or form.uniform_moment, SUM=sums is None or made is None, UPDATE=made is not None,
-        DELTA=bool(form.delta), MODE=MODES[form.mode], STAGES=sweep.stages, num_warps=sweep.warps,
+        delta=form.delta, K=k, P=d // k, **sweep.block, **gate, UNIFORM=weight is None, SUM=sums is None or made is None,
+        UPDATE=made is not None, MODE=MODES[form.mode], STAGES=sweep.stages, num_warps=sweep.warps,
     )  # fmt: skip

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmst.kernels import plan
-from dmst.kernels.arithmetic import aligned
 from dmst.kernels.attempt import attempt
+from dmst.kernels.casting import aligned
 from dmst.kernels.fused.launch import Once, launch, op
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst.kernels.arithmetic import aligned, cast
-from dmst.kernels.form import MEMBERSHIP, Form, Weights
+from dmst.kernels.casting import aligned, cast
+from dmst.kernels.form import Form, Weights
 from dmst.kernels.fused import adjoint, energy, front, gate, moments
 
 Grid = tuple[int, int] | None
@@ -37,25 +37,16 @@ def steps(z: Tensor, weights: Weights, form: Form, grid: Grid) -> tuple[Tensor, 
         how = (form.membership == "sigmoid", form.gate is not None)
         scores, sums, _ = front.front(z, *front.tables(form.rotary, z, grid), assign, bias, None, None, *how)
     projected = F.linear(z, weights.subspace.to(z.dtype), cast(weights.subspace_bias, z.dtype))
-    membership, channel = _membership(projected, scores, weights, form)
+    membership, channel = scores, None
+    if form.membership == "energy":
+        assert weights.temperature is not None
+        membership, channel = energy.energy(projected, scores, weights.temperature.contiguous(), form.text)
+    assert membership is not None
     gated = sums if form.gate is not None else None
     update, moment, divisor, opened, pooled = moments.settle(projected, membership, gated, weights.theta, form.text)
     if gated is None:
         return update, Kept(projected, membership, None, None, moment, divisor, channel)
     return update, Kept(projected, membership, pooled, opened, moment, divisor, channel)
-
-
-def _membership(
-    projected: Tensor, scores: Tensor | None, weights: Weights, form: Form
-) -> tuple[Tensor, Tensor | None]:  # (b, n, k), and TSSA's energy of each channel
-    if form.membership == "energy":
-        assert weights.temperature is not None
-        return energy.energy(projected, scores, weights.temperature.contiguous(), form.text)
-    assert scores is not None
-    if form.membership == "sigmoid":
-        return scores, None
-    value = MEMBERSHIP[form.membership].value(scores.mT, form).mT.contiguous()
-    return (value * value.shape[1] if form.token_sparse_rescale else value), None
 
 
 def pull(
@@ -70,14 +61,10 @@ def pull(
     dscores, dgate, dtheta, dbias, update = adjoint.pull(*given, form.text, now, wants_update)
     if form.membership == "energy":
         assert weights.temperature is not None
-        dscores = MEMBERSHIP["softmax"].pullback(dscores.mT, None, membership.mT, form).mT.contiguous()
+        dscores = membership * (dscores - (membership * dscores).sum(-1, keepdim=True))
         temperature = weights.temperature.contiguous()
         found = energy.energy_adjoint(flow, projected, dscores, channel, temperature, form.text, wants_bias)
         grads["temperature"], dbias = found
-    elif form.membership != "sigmoid":
-        scale = projected.shape[1] if form.token_sparse_rescale else 1
-        pulled = MEMBERSHIP[form.membership].pullback(dscores.mT * scale, None, membership.mT / scale, form)
-        dscores = pulled.mT.contiguous()
     if form.mode == "proximal":
         grads["theta"] = dtheta.sum()
     if wants_bias:
