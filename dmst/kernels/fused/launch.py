@@ -48,7 +48,7 @@ def op(*, mutates: Iterable[str] = ()) -> Callable[[Function], Function]:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     if interpreted():
-        if not is_fake(next(x for x in args if isinstance(x, Tensor))):
+        if not any(isinstance(x, FakeTensor) or (isinstance(x, Tensor) and x.is_meta) for x in args):
             kernel[grid](*args, **constants)
     elif tracing.is_plain_eager():
         _start(kernel, grid, args, constants)
@@ -75,11 +75,6 @@ def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.dtype if x.data_ptr() % 16 == 0 else (x.dtype,)
     return x if x is None or x == 1 else (x % 16 == 0, x < 2**31)
-
-
-def is_fake(x: Tensor) -> bool:
-    """Whether x stands for a tensor and has no values."""
-    return isinstance(x, FakeTensor) or x.is_meta
 
 
 def total(x: Tensor) -> Tensor:

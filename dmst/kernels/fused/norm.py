@@ -111,7 +111,8 @@ class _Norm(torch.autograd.Function):
 
 
 def layer_norm(z: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    return _Norm.apply(aligned(z), aligned(weight), aligned(bias), eps, dtype)
+    given = (aligned(z), aligned(weight), aligned(bias), eps, dtype)
+    return _Norm.apply(*given) if torch.is_grad_enabled() else attempt(norm, _plain, given, z, _kind(z))
 
 
 # --- plain torch in their place --------------------------------------------------------------------------------------
