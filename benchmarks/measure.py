@@ -7,12 +7,16 @@ A step is a function of the number of an input set and returns tensors; the last
     graph      several calls in one CUDA graph, replayed back to back: no launch gaps
 
 Parity: what the timed calls computed is compared with float64. A row that fails has no time.
+
+Processes that name the same file by `--beside` compile and check beside each other, and wait while one of them times.
+With `--add` they fill the same `--json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import functools
 import gc
 import json
@@ -154,11 +158,46 @@ def on_cpu(step: Step) -> Timed:
     return Timed(times, last)
 
 
-TIMERS = {"queued": queued, "recorded": recorded, "graph": graph, "cpu": on_cpu}
+TIMERS = {"queued": queued, "recorded": recorded, "graph": graph}
 
 
 def timer(device: torch.device, name: str) -> Callable[[Step], Timed]:
-    return TIMERS[name if device.type == "cuda" else "cpu"]
+    if device.type == "cpu":
+        return on_cpu
+
+    def timed(step: Step) -> Timed:
+        step(0)  # compiles
+        with alone():
+            return TIMERS[name](step)
+
+    return timed
+
+
+_shared: list[Any] = []  # the file that `--beside` names
+
+
+def share_device(path: Path) -> None:
+    """From here on this process works only while no other one is `alone`."""
+    _shared.append(path.open("a"))
+    fcntl.flock(_shared[0], fcntl.LOCK_SH)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, the others wait. Their memory stays theirs, so what is not in use is given back first."""
+    if not _shared:
+        yield
+        return
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    fcntl.flock(_shared[0], fcntl.LOCK_UN)  # else two that wait for each other's share would wait for ever
+    fcntl.flock(_shared[0], fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(_shared[0], fcntl.LOCK_SH)
 
 
 def compiled(call: Any, mode: str | None = None) -> Any:
@@ -286,22 +325,37 @@ class Rows:
         device = device_here()
         self.facts = {"script": script, "device": provenance.device_name(device), **provenance.versions()}
         self.facts["commit"] = provenance.commit()
-        earlier = self.path is not None and ask.add and self.path.exists()
-        self.rows: list[Row] = json.loads(self.path.read_text())["rows"] if earlier else []
+        self.rows: list[Row] = []
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not ask.add:
+                self.path.unlink(missing_ok=True)
+        if ask.beside:
+            share_device(ask.beside)
 
     def add(self, row: Row) -> None:
         """Take a row in the place of an older one of the same name, write the file, print a line."""
         row = {"failure": None, **row, "commit": self.facts["commit"]}
         row = {key: _digits(x) if isinstance(x, float) else x for key, x in row.items()}
         name = [row[key] for key in self.names]
-        self.rows = [old for old in self.rows if [old.get(key) for key in self.names] != name] + [row]
         if self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lines = ",\n".join("  " + json.dumps(each) for each in self.rows)
-            self.path.write_text(f'{{\n "facts": {json.dumps(self.facts)},\n "rows": [\n{lines}\n ]\n}}\n')
+            with self.path.open("a+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # another process may add to it
+                file.seek(0)
+                text = file.read()
+                self.rows = json.loads(text)["rows"] if text else []
+                self._take(name, row)
+                lines = ",\n".join("  " + json.dumps(each) for each in self.rows)
+                file.truncate(0)
+                file.write(f'{{\n "facts": {json.dumps(self.facts)},\n "rows": [\n{lines}\n ]\n}}\n')
+        else:
+            self._take(name, row)
         values = {key: x for key, x in row.items() if key not in (*self.names, "failure", "commit", "error") and x is not None}
         told = row["failure"] or "  ".join(f"{key} {x}" for key, x in values.items())
         print(f"{time.monotonic() - self.begun:5.0f} s  {' '.join(map(str, name)):<44} {told}", flush=True)
+
+    def _take(self, name: list[Any], row: Row) -> None:
+        self.rows = [old for old in self.rows if [old.get(key) for key in self.names] != name] + [row]
 
     def late(self) -> bool:
         return self.limit is not None and time.monotonic() - self.begun > self.limit
@@ -338,6 +392,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--add", action="store_true", help="keep rows of an earlier run that are not measured again")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="the device is shared with processes that name this file")
     parser.add_argument("--limit", type=float, help="start no new row after this many seconds")
     return parser
 

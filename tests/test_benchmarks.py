@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -116,6 +117,29 @@ def test_a_kernel_that_fell_back_has_no_time(module: Any) -> None:
         with module("measure").attempting(row):
             attempt(broken, lambda: None, (), torch.zeros(1), ("the layer",))
     assert "no such instruction" in row["failure"]
+
+
+def test_who_times_is_alone(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measure, path = module("measure"), tmp_path / "device"
+    monkeypatch.setattr(measure, "_shared", [])
+    measure.share_device(path)
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)  # another one that compiles
+        fcntl.flock(other, fcntl.LOCK_UN)
+        with measure.alone(), pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with pytest.raises(BlockingIOError):  # another one that would time, while this one compiles
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    measure._shared[0].close()
+
+
+def test_processes_fill_one_file(module: Any, tmp_path: Path) -> None:
+    measure = module("measure")
+    asked = ["--json", str(tmp_path / "rows.json"), "--add"]
+    first, second = (measure.Rows("script", measure.arguments("").parse_args(asked), ("what",)) for _ in range(2))
+    for rows, what in ((first, "a"), (second, "b"), (first, "a")):
+        rows.add({"what": what})
+    assert [row["what"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["b", "a"]
 
 
 @pytest.mark.parametrize(
