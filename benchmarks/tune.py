@@ -39,9 +39,11 @@ CANDIDATES = {
     "into_weights": candidates((16, 32, 64), (64, 128), (0,), (2, 4, 8), (1, 2)),
     "into_weights keys": candidates((32, 64), (64, 128), (128,), (4, 8), (1, 2)),
     "settle": candidates((16, 32, 64), (128, 256, 512), (0,), (2, 4, 8), (1, 2, 3)),
+    "settle held": candidates((8, 16, 32), (64, 128), (0,), (2, 4, 8), (1,)),
     "adjoint": candidates((8, 16, 32), (128, 256, 512), (0,), (2, 4, 8), (1, 2)),
-    "groups": candidates((16, 32, 64), (0,), (0,), (1, 2, 4), (1, 2, 3)),
-    "groups back": candidates((16, 32, 64), (0,), (0,), (1, 2, 4), (1, 2)),
+    "adjoint held": candidates((8, 16, 32), (64, 128), (0,), (2, 4, 8), (1,)),
+    "groups": candidates((16, 32, 64), (0, 64), (0,), (1, 2, 4), (1, 2, 3)),  # channels: of heads that are padded, in one piece
+    "groups back": candidates((16, 32, 64), (0, 64), (0,), (1, 2, 4), (1, 2)),
     "norm": candidates((1, 2, 4, 8, 16), (512,), (0,), (1, 2, 4, 8), (1,)),
 }
 
@@ -54,7 +56,7 @@ def shape_of(text: str) -> tuple[int, int]:
 
 
 def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cuda") -> dict[str, Callable[[], Any]]:
-    """A call of each kernel, on random numbers."""
+    """A call of each kernel, on random numbers. What holds short samples in registers does not hold one of all tokens."""
     from dmst.kernels.fused import adjoint, front, mixture, moments, norm
 
     chance = torch.Generator(device).manual_seed(0)
@@ -70,6 +72,7 @@ def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cud
     moment, divisor = draw(b, k, d // k, like=f32).square(), gate + 1
     cell, pi = torch.arange(n, device=device, dtype=torch.int32) * GROUPS // n, narrow.sigmoid()
     centre = draw(b * k, GROUPS, KEY + 1, like=f32).abs() + 1
+    far = [x.view(1, -1, x.shape[-1]) for x in (other, z, pi)]
     wide, weight, bias = draw(b, n, d, like=f32), draw(d, like=f32), draw(d, like=f32)
     return {
         "front": lambda: front.front(z, *turn, assign, None, None, None, True, True),
@@ -78,8 +81,10 @@ def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cud
         "into_tokens keys": lambda: front.into_tokens(z, None, share, assign, keys, key, *turn),
         "into_weights": lambda: front.into_weights(z, narrow, share, None, *turn),
         "into_weights keys": lambda: front.into_weights(z, None, share, keys, *turn),
-        "settle": lambda: moments.settle(z, pi, sums, None, text),
-        "adjoint": lambda: adjoint.pull(other, z, pi, moment, gate, divisor, None, text, False, True),
+        "settle": lambda: moments.settle(*far[1:], sums[:1], None, text),
+        "settle held": lambda: moments.settle(z, pi, sums, None, text),
+        "adjoint": lambda: adjoint.pull(*far, moment[:1], gate[:1], divisor[:1], None, text, False, True),
+        "adjoint held": lambda: adjoint.pull(other, z, pi, moment, gate, divisor, None, text, False, True),
         "groups": lambda: mixture.group_update(z, keys, cell, sums, None, mixed),
         "groups back": lambda: mixture.group_adjoint(z, keys, cell, centre, gate, None, other, mixed, True),
         "norm": lambda: (norm.norm(wide, weight, bias, 1e-6, dtype), *norm.norm_adjoint(wide, weight, other, 1e-6)),

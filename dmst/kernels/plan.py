@@ -17,6 +17,7 @@ WARPS = 2048  # about what fills the device: samples are split over programs unt
 PROGRAMS = {  # of kernels that hold weights: as many as have room at once
     "into_tokens": 660, "into_tokens keys": 396, "into_weights": 660, "into_weights keys": 264, "norm": 528,
 }  # fmt: skip
+HELD = (64, 128, 208, 256)  # tokens of a sample that a program holds in registers: the next size is taken
 MOST_HEADS = 64
 MOST_KEYS = 64  # of GMSA: channels of a key
 MOST_MEANS = 2048  # and groups times channels, both padded: what 99 KiB of shared memory hold
@@ -27,7 +28,7 @@ class Cut(NamedTuple):
     """The tile of a kernel; what it does not have is 0."""
 
     tokens: int
-    channels: int  # of a token; in `settle` and `adjoint` all that a program has, of whole heads
+    channels: int  # of a token; in `settle` and `adjoint` all that a program has
     columns: int  # of keys
     warps: int
     stages: int  # of a loop whose loads run ahead
@@ -42,7 +43,9 @@ USUAL: Row = {  # "keys": the same kernel with GMSA's keys
     "into_weights": Cut(16, 128, 0, 4, 1),
     "into_weights keys": Cut(32, 64, 128, 4, 1),
     "settle": Cut(32, 256, 0, 4, 3),
+    "settle held": Cut(16, 64, 0, 4, 1),
     "adjoint": Cut(16, 256, 0, 8, 1),
+    "adjoint held": Cut(16, 64, 0, 4, 1),
     "groups": Cut(32, 0, 0, 1, 1),
     "groups back": Cut(32, 0, 0, 2, 1),
     "norm": Cut(4, 512, 0, 4, 1),
@@ -126,30 +129,39 @@ def power_of_two(x: int) -> int:
 
 
 class Sweep(NamedTuple):
-    """A pass over (tokens, heads, channels) of each sample; for GMSA over the tokens of each sample and head."""
+    """A pass over (tokens, groups, channels) of each sample; for GMSA over the tokens of each sample and head."""
 
-    block: dict[str, int]  # of one step: tokens; heads, their pieces and the channels of each
-    blocks: int  # programs along the heads
+    block: dict[str, int]  # of one step: tokens; groups, the channels of each, and how many make a head
+    blocks: int  # programs along the channels
     splits: int  # programs along the tokens
     span: int  # tokens of one of them
     warps: int
     stages: int
+    held: int = 0  # steps whose tokens stay in registers; 0: they are read again
 
 
 @_kept
 def sweep(kernel: str, b: int, n: int, k: int, p: int, dtype: torch.dtype) -> Sweep:
-    """With enough samples and heads a program takes all tokens of its own, else they are split."""
-    tile, whole, (width, pieces) = cut(kernel, k * p, dtype), power_of_two(p), pieces_of(p)
-    heads = max(1, min(power_of_two(k), tile.channels // whole))
-    tokens, blocks = max(1, tile.tokens * tile.channels // (heads * whole)), over(k, heads)
-    block = {"HEADS": heads, "WIDTH": width, "PIECES": pieces, "TOKENS": tokens}
+    """A short sample is held in registers. With enough samples a program takes all tokens of its own, else they are split."""
+    width, parts = pieces_of(p)
+    tile, size = cut(f"{kernel} held", k * p, dtype), next((size for size in HELD if n <= size), 0)
+    held = bool(size) and dtype.itemsize == 2 and width <= tile.channels
+    if not held:
+        tile = cut(kernel, k * p, dtype)
+    groups = max(1, min(power_of_two(k * parts), tile.channels // width))
+    tokens, blocks = max(1, tile.tokens * tile.channels // (groups * width)), over(k * parts, groups)
+    block = {"GROUPS": groups, "WIDTH": width, "PARTS": parts, "TOKENS": tokens}
+    if held:
+        return Sweep(block, blocks, 1, n, tile.warps, tile.stages, over(size, tokens))
     return Sweep(block, blocks, *_split(b * blocks, n, tokens, tile.warps), tile.warps, tile.stages)
 
 
-def pieces_of(p: int, least: int = 8) -> tuple[int, int]:
-    """Channels of a piece, a power of two, and pieces of a head: 48 is 3 x 16. What cannot be cut so is one piece, padded."""
+def pieces_of(p: int, least: int = 8, padded: int = 0) -> tuple[int, int]:
+    """Channels of a piece, a power of two, and pieces of a head: 48 is 3 x 16. What cannot be cut so is one piece, padded, and so
+    is a head of up to `padded` channels."""
     width = p & -p
-    return (width, p // width) if width >= least and p // width <= 7 else (max(least, power_of_two(p)), 1)
+    cut = width >= least and p // width <= 7 and power_of_two(p) > padded
+    return (width, p // width) if cut else (max(least, power_of_two(p)), 1)
 
 
 class Share(NamedTuple):

@@ -8,8 +8,8 @@
               dscores = pi (1 - pi) dpi for a sigmoid, else dpi itself (TSSA)
               update = f s once more, for the gradient of the output weight, since s is at hand
 
-One program takes both sweeps where a sample is not split: the second finds its tokens in the cache. Otherwise the first leaves
-partial sums, which are added up between. dS is written over G. Where a product goes into a sum it is written whether it is
+One program takes both sweeps where a sample is not split, and holds a short one in registers (`moments.py`). Otherwise the first
+leaves partial sums, which are added up between. dS is written over G. Where a product goes into a sum it is written whether it is
 rounded before: otherwise the compiler chooses, and may choose another way in a kernel that also writes the update.
 """
 
@@ -22,8 +22,65 @@ from torch import Tensor
 
 from dmst.kernels import plan
 from dmst.kernels.form import Form
-from dmst.kernels.fused.core import LISTING, MODES, PROXIMAL, attenuation, factor, head_block, rounded, tile, weigh
+from dmst.kernels.fused.core import (
+    LISTING, MODES, PROXIMAL, attenuation, by_group, factor, group_block, held_on, places, rounded, tile, weigh,
+)  # fmt: skip
 from dmst.kernels.fused.launch import launch, op
+
+
+@triton.jit
+def _read(
+    grad_ptr, s_ptr, first, count, start, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """G and s (tokens, channels) of a tile."""
+    at, real = tile(count - first, start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
+    grad = tl.load(grad_ptr + first * (K * P) + at, mask=real, other=0.0)
+    return grad, tl.load(s_ptr + first * (K * P) + at, mask=real, other=0.0)
+
+
+@triton.jit
+def _pi(membership_ptr, first, count, head, K: tl.constexpr, TOKENS: tl.constexpr):
+    """(tokens, groups, 1)"""
+    place, some = places(count - first, head, TOKENS, K)
+    return tl.load(membership_ptr + first * K + place, mask=some, other=0.0)
+
+
+@triton.jit
+def _shared(share, grad, s, pi, c, GROUPS: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr):
+    q = by_group(grad, grad.shape[0], GROUPS, WIDTH) * by_group(s, s.shape[0], GROUPS, WIDTH)
+    if MODE == PROXIMAL:
+        damp = 1.0 + rounded(pi * c)
+        q = q / (damp * damp)
+    return tl.fma(pi, q, share)
+
+
+@triton.jit
+def _pulled(
+    grad_ptr, dmembership_ptr, update_ptr, bias, grad, s, pi, c, m, mean, first, count, group, start,
+    K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    MODE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, UPDATE: tl.constexpr,
+):  # fmt: skip
+    at, real = tile(count - first, start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
+    place, some = places(count - first, group, TOKENS, K * PARTS)
+    grad, s = by_group(grad, TOKENS, GROUPS, WIDTH), by_group(s, TOKENS, GROUPS, WIDTH)
+    lean = c * grad
+    if MODE == PROXIMAL:
+        w = rounded(pi * c)
+        ds = tl.fma(2.0 * pi * m, s, -grad * w / (1.0 + w))
+        lean = -lean / ((1.0 + w) * (1.0 + w))
+    else:
+        ds = pi * tl.fma(2.0 * m, s, lean)
+    dpi = tl.sum(rounded(tl.fma(m, s, lean) * s), 2, keep_dims=True) - mean[None]
+    if SIGMOID:
+        dpi = dpi * pi * (1.0 - pi)
+    tl.store(dmembership_ptr + first * (K * PARTS) + place, dpi, mask=some)
+    low = tl.reshape(ds.to(grad_ptr.dtype.element_ty), (TOKENS, GROUPS * WIDTH))
+    tl.store(grad_ptr + first * (K * P) + at, low, mask=real)
+    if UPDATE:
+        update = tl.reshape((weigh(pi, c, MODE) * s).to(update_ptr.dtype.element_ty), (TOKENS, GROUPS * WIDTH))
+        tl.store(update_ptr + first * (K * P) + at, update, mask=real)
+    return bias + ds if BIAS else bias
 
 
 @triton.jit
@@ -31,107 +88,88 @@ def adjoint_kernel(
     grad_ptr, s_ptr, membership_ptr, moment_ptr, gate_ptr, divisor_ptr, theta_ptr,
     part_ptr, dmembership_ptr, dgate_ptr, dtheta_ptr, dbias_ptr, update_ptr,
     n, span, splits,
-    K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
-    TOKENS: tl.constexpr, MODE: tl.constexpr, GATED: tl.constexpr, SIGMOID: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
+    HELD: tl.constexpr, MODE: tl.constexpr, GATED: tl.constexpr, SIGMOID: tl.constexpr,
     SUM: tl.constexpr, PULL: tl.constexpr, BIAS: tl.constexpr, UPDATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`SUM` alone leaves rows of A, `PULL` alone reads what they sum to."""
+    """`SUM` alone leaves rows of A, `PULL` alone reads what they sum to. What is of a head is left by group."""
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
-    gate = tl.load(gate_ptr + sample * K + head, mask=head < K, other=0.0)[:, None] if GATED else 1.0
+    start = tl.program_id(2) * GROUPS
+    group, head, column, inside = group_block(GROUPS, WIDTH, PARTS, K, P, start)
+    here = head < K
+    gate = tl.load(gate_ptr + sample * K + head, mask=here, other=0.0)[:, None] if GATED else 1.0
     theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
     row, count = sample * n + split * span, tl.minimum(span, n - split * span)
     grad_ptr += row * (K * P)
     s_ptr += row * (K * P)
     update_ptr += row * (K * P)
     membership_ptr += row * K
-    dmembership_ptr += row * K
+    dmembership_ptr += row * (K * PARTS)
     place_of_row = (sample * splits + split) * (K * P)
-    moment, a, c = (), (), ()
-    for i in tl.static_range(PIECES):
-        moment += (tl.load(moment_ptr + sample * (K * P) + column + i * WIDTH, mask=inside, other=0.0),)
-        a += (attenuation(moment[i], gate),)
-        c += (factor(a[i], gate, theta, MODE)[None],)
+    moment = tl.load(moment_ptr + sample * (K * P) + column, mask=inside, other=0.0)
+    a = attenuation(moment, gate)
+    c = factor(a, gate, theta, MODE)[None]
 
-    total = ()
+    grads, held = (), ()
     if SUM:
-        share = ()
-        for _ in tl.static_range(PIECES):
-            share += (tl.zeros((TOKENS, HEADS, WIDTH), tl.float32),)
-        for first in tl.range(0, count, TOKENS, num_stages=STAGES):
-            at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
-            pi = tl.load(membership_ptr + place, mask=some, other=0.0)[:, :, None]
-            before, share = share, ()
-            for i in tl.static_range(PIECES):
-                grad = tl.load(grad_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32)
-                q = grad * tl.load(s_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32)
-                if MODE == PROXIMAL:
-                    damp = 1.0 + rounded(pi * c[i])
-                    q = q / (damp * damp)
-                share += (tl.fma(pi, q, before[i]),)
-        for i in tl.static_range(PIECES):
-            total += (tl.sum(share[i], 0),)
-            if not PULL:
-                tl.store(part_ptr + place_of_row + column + i * WIDTH, total[i], mask=inside)
+        share = tl.zeros((TOKENS, GROUPS, WIDTH), tl.float32)
+        if HELD:
+            for i in tl.static_range(HELD):
+                grad, s = _read(grad_ptr, s_ptr, i * TOKENS, count, start, K, P, TOKENS, GROUPS, WIDTH, PARTS)
+                grads += (grad,)
+                held += (s,)
+            for i in tl.static_range(HELD):
+                pi = _pi(membership_ptr, i * TOKENS, count, head, K, TOKENS)
+                share = _shared(share, grads[i], held[i], pi, c, GROUPS, WIDTH, MODE)
+        else:
+            for first in tl.range(0, count, TOKENS, num_stages=STAGES):
+                grad, s = _read(grad_ptr, s_ptr, first, count, start, K, P, TOKENS, GROUPS, WIDTH, PARTS)
+                pi = _pi(membership_ptr, first, count, head, K, TOKENS)
+                share = _shared(share, grad, s, pi, c, GROUPS, WIDTH, MODE)
+        total = tl.sum(share, 0)
+        if not PULL:
+            tl.store(part_ptr + place_of_row + column, total, mask=inside)
     else:
-        for i in tl.static_range(PIECES):
-            total += (tl.load(part_ptr + sample * (K * P) + column + i * WIDTH, mask=inside, other=0.0),)
+        total = tl.load(part_ptr + sample * (K * P) + column, mask=inside, other=0.0)
 
     if PULL:
-        divisor = tl.load(divisor_ptr + sample * K + head, mask=head < K, other=1.0)[:, None]
-        dgate, dtheta, mean = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS,), tl.float32)
-        m, bias = (), ()
-        for i in tl.static_range(PIECES):
-            bent = gate * gate * a[i] * a[i] * total[i]
-            if MODE == PROXIMAL:
-                dmoment = theta * gate * gate * bent
-                dgate += -2.0 * theta * tl.sum(rounded(gate * a[i] * a[i] * total[i]), 1)
-                dtheta += -tl.sum(rounded(gate * gate * a[i] * total[i]), 1)
-            elif MODE == LISTING:
-                dmoment = gate * bent
-                dgate -= tl.sum(rounded(total[i] * a[i] * (2.0 * a[i] - 1.0)), 1)
-            else:
-                dmoment = gate * gate * bent
-                dgate -= 2.0 * tl.sum(rounded(gate * total[i] * a[i] * a[i]), 1)
-            m += ((dmoment / divisor)[None],)
-            mean += tl.sum(rounded(dmoment / divisor * moment[i]), 1)
-            if BIAS:
-                bias += (tl.zeros((TOKENS, HEADS, WIDTH), tl.float32),)
+        divisor = tl.load(divisor_ptr + sample * K + head, mask=here, other=1.0)[:, None]
+        bent = gate * gate * a * a * total
+        if MODE == PROXIMAL:
+            dmoment = theta * gate * gate * bent
+            dgate = -2.0 * theta * tl.sum(rounded(gate * a * a * total), 1)
+            dtheta = -tl.sum(rounded(gate * gate * a * total), 1)
+        elif MODE == LISTING:
+            dmoment = gate * bent
+            dgate = -tl.sum(rounded(total * a * (2.0 * a - 1.0)), 1)
+        else:
+            dmoment = gate * gate * bent
+            dgate = -2.0 * tl.sum(rounded(gate * total * a * a), 1)
+        m = (dmoment / divisor)[None]
+        mean = tl.sum(rounded(dmoment / divisor * moment), 1)[:, None]
+        bias = tl.zeros((TOKENS, GROUPS, WIDTH), tl.float32)
         if split == 0:
             if GATED:
-                tl.store(dgate_ptr + sample * K + head, dgate, mask=head < K)
+                tl.store(dgate_ptr + sample * (K * PARTS) + group, dgate, mask=here)
             if MODE == PROXIMAL:
-                tl.store(dtheta_ptr + sample * K + head, dtheta, mask=head < K)
-        for first in tl.range(0, count, TOKENS, num_stages=STAGES):
-            at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
-            share_of_head = tl.load(membership_ptr + place, mask=some, other=0.0)
-            pi = share_of_head[:, :, None]
-            dpi = tl.zeros((TOKENS, HEADS), tl.float32)
-            before, bias = bias, ()
-            for i in tl.static_range(PIECES):
-                grad = tl.load(grad_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32)
-                s = tl.load(s_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32)
-                lean = c[i] * grad
-                if MODE == PROXIMAL:
-                    w = rounded(pi * c[i])
-                    ds = tl.fma(2.0 * pi * m[i], s, -grad * w / (1.0 + w))
-                    lean = -lean / ((1.0 + w) * (1.0 + w))
-                else:
-                    ds = pi * tl.fma(2.0 * m[i], s, lean)
-                dpi += tl.sum(rounded(tl.fma(m[i], s, lean) * s), 2)
-                tl.store(grad_ptr + at + i * WIDTH, ds.to(grad_ptr.dtype.element_ty), mask=real)
-                if UPDATE:
-                    update = weigh(pi, c[i], MODE) * s
-                    tl.store(update_ptr + at + i * WIDTH, update.to(update_ptr.dtype.element_ty), mask=real)
-                if BIAS:
-                    bias += (before[i] + ds,)
-            dpi -= mean[None, :]
-            if SIGMOID:
-                dpi = dpi * share_of_head * (1.0 - share_of_head)
-            tl.store(dmembership_ptr + place, dpi, mask=some)
+                tl.store(dtheta_ptr + sample * (K * PARTS) + group, dtheta, mask=here)
+        if HELD:
+            for i in tl.static_range(HELD):
+                pi = _pi(membership_ptr, i * TOKENS, count, head, K, TOKENS)
+                bias = _pulled(
+                    grad_ptr, dmembership_ptr, update_ptr, bias, held_on(grads[i], n), held_on(held[i], n), pi, c, m, mean,
+                    i * TOKENS, count, group, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, MODE, SIGMOID, BIAS, UPDATE,
+                )  # fmt: skip
+        else:
+            for first in tl.range(0, count, TOKENS, num_stages=STAGES):
+                grad, s = _read(grad_ptr, s_ptr, first, count, start, K, P, TOKENS, GROUPS, WIDTH, PARTS)
+                pi = _pi(membership_ptr, first, count, head, K, TOKENS)
+                bias = _pulled(
+                    grad_ptr, dmembership_ptr, update_ptr, bias, grad, s, pi, c, m, mean,
+                    first, count, group, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, MODE, SIGMOID, BIAS, UPDATE,
+                )  # fmt: skip
         if BIAS:
-            for i in tl.static_range(PIECES):
-                tl.store(dbias_ptr + place_of_row + column + i * WIDTH, tl.sum(bias[i], 0), mask=inside)
+            tl.store(dbias_ptr + place_of_row + column, tl.sum(bias, 0), mask=inside)
 
 
 @op(mutates=("grad",))
@@ -139,15 +177,15 @@ def pull(
     grad: Tensor, projected: Tensor, membership: Tensor, moment: Tensor, gate: Tensor | None, divisor: Tensor,
     theta: Tensor | None, form: str, wants_bias: bool, wants_update: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dS over G; the gradients of scores (or membership) (b, n, k), gate and theta (b, k), of the bias (b, splits, k, p); and
-    the update once more. What there is not, or is not wanted, is empty."""
+    """dS over G; the gradients of scores (or membership) (b, n, k), gate (b, k) and theta (b, any), of the bias (b, splits, d);
+    and the update once more. What there is not, or is not wanted, is empty."""
     told, (b, n, d) = Form.read(form), projected.shape
     k, p = told.num_heads, d // told.num_heads
     sweep = plan.sweep("adjoint", b, n, k, p, projected.dtype)
-    split = sweep.splits > 1
-    dmembership = torch.empty_like(membership)
-    dgate, dtheta = (membership.new_empty(0 if x is None else b, k) for x in (gate, theta))
-    dbias = membership.new_empty(b if wants_bias else 0, sweep.splits, k, p)
+    split, parts = sweep.splits > 1, sweep.block["PARTS"]
+    dmembership = membership.new_empty(b, n, k * parts)
+    dgate, dtheta = (membership.new_empty(0 if x is None else b, k * parts) for x in (gate, theta))
+    dbias = membership.new_empty(b if wants_bias else 0, sweep.splits, d)
     update = torch.empty_like(projected) if wants_update else projected.new_empty(0)
 
     def sweeps(first: bool, second: bool, part: Tensor) -> None:
@@ -156,12 +194,15 @@ def pull(
             grad, projected, membership, moment, gate, divisor, theta, part, dmembership, dgate, dtheta, dbias, update,
             n, sweep.span, sweep.splits,
             K=k, P=p, **sweep.block, MODE=MODES[told.mode], GATED=gate is not None, SIGMOID=told.membership == "sigmoid",
-            SUM=first, PULL=second, BIAS=wants_bias, UPDATE=wants_update, STAGES=sweep.stages, num_warps=sweep.warps,
+            SUM=first, PULL=second, HELD=sweep.held, BIAS=wants_bias, UPDATE=wants_update, STAGES=sweep.stages,
+            num_warps=sweep.warps,
         )  # fmt: skip
 
-    part = membership.new_empty(b if split else 0, sweep.splits, k, p)
+    part = membership.new_empty(b if split else 0, sweep.splits, d)
     if split:
         sweeps(True, False, part)
         part = part.sum(1)
     sweeps(not split, True, part)
+    if parts > 1:
+        dmembership, dgate = (x.unflatten(-1, (k, parts)).sum(-1) for x in (dmembership, dgate))
     return dmembership, dgate, dtheta, dbias, update

@@ -9,9 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dmst.kernels.choice import interpreted
+
 MODES = {"listing": 0, "equation": 1, "proximal": 2}
 LISTING: tl.constexpr = tl.constexpr(0)
 PROXIMAL: tl.constexpr = tl.constexpr(2)
+COMPILED: tl.constexpr = tl.constexpr(not interpreted())
 
 
 @triton.jit
@@ -23,6 +26,15 @@ def rounded(product):
     holds several products of a sum, as in large tiles: it adds up its own first.
     """
     return product + 0.0
+
+
+@triton.jit
+def held_on(x, n):
+    """x in 16 bits, to be widened anew: otherwise the compiler keeps what it was widened to before, in twice the registers. Only
+    we know that n is not negative, and that therefore nothing changes."""
+    if COMPILED and x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [x, (n >> 31).to(tl.int16)], x.dtype, True, 2)
+    return x
 
 
 @triton.jit
@@ -50,21 +62,38 @@ def weigh(membership, c, MODE: tl.constexpr):
 
 
 @triton.jit
-def head_block(HEADS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, P: tl.constexpr, first):
-    """Heads (HEADS), the columns in a token of the first piece of each (HEADS, WIDTH), and which of these exist. WIDTH is P, or
-    a power of two that divides it, or, for odd P, one that is larger: then P is padded, in registers only."""
-    heads = first + tl.arange(0, HEADS)
-    channel = tl.arange(0, WIDTH)
-    inside = (heads[:, None] < K) & (channel[None, :] < P)
-    return heads, heads[:, None] * P + channel[None, :], inside
+def group_block(GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, P: tl.constexpr, first):
+    """Groups of channels (GROUPS), the head of each, their columns in a token (GROUPS, WIDTH), and which of these exist. PARTS
+    groups make a head, so that all channels of a program follow each other in memory. Where PARTS is 1, WIDTH may be larger
+    than P: a head is then padded, in registers only."""
+    group, channel = first + tl.arange(0, GROUPS), tl.arange(0, WIDTH)
+    inside = (group[:, None] < K * PARTS) & (channel[None, :] < P // PARTS)
+    return group, group // PARTS, group[:, None] * (P // PARTS) + channel[None, :], inside
 
 
 @triton.jit
-def tile(first, count, head, column, inside, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr):
-    """Where tokens lie and which are real, in tensors (b, n, k p) and (b, n, k). `first` is counted from the first of the
-    program's own `count` rows: offsets from there fit 32 bits, which halves the arithmetic of addresses."""
-    token = first + tl.arange(0, TOKENS)
-    here = token < count
-    at = token[:, None, None] * (K * P) + column[None]
-    place = token[:, None] * K + head[None, :]
-    return at, here[:, None, None] & inside[None], place, here[:, None] & (head[None, :] < K)
+def tile(
+    count, first, TOKENS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
+    P: tl.constexpr,
+):  # fmt: skip
+    """Where tokens lie in a tensor (b, n, k p), from a pointer to the first of them, of which there are `count`, and which are
+    real; `first` is the first group. Rows of channels, not groups of them: else the compiler lets a warp load many short runs."""
+    token, channel = tl.arange(0, TOKENS)[:, None], tl.arange(0, GROUPS * WIDTH)[None, :]
+    group, channel = first + channel // WIDTH, channel % WIDTH
+    real = (token < count) & (group < K * PARTS)
+    if WIDTH * PARTS > P:
+        real = real & (channel < P)
+    return token * (K * P) + group * (P // PARTS) + channel, real
+
+
+@triton.jit
+def by_group(x, TOKENS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """(tokens, groups, channels) in float32, of rows of channels."""
+    return tl.reshape(x, (TOKENS, GROUPS, WIDTH)).to(tl.float32)
+
+
+@triton.jit
+def places(count, which, TOKENS: tl.constexpr, ALL: tl.constexpr):
+    """Where the numbers of some heads or groups lie in a tensor (b, n, ALL), and which are real, (tokens, groups, 1)."""
+    token = tl.arange(0, TOKENS)[:, None, None]
+    return token * ALL + which[None, :, None], (token < count) & (which[None, :, None] < ALL)

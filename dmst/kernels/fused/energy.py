@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmst.kernels.form import Form
-from dmst.kernels.fused.core import head_block, tile
+from dmst.kernels.fused.core import by_group, group_block, places, tile
 from dmst.kernels.fused.launch import launch, op
 from dmst.kernels.fused.moments import energies, sweep_of
 from dmst.kernels.plan import over, power_of_two
@@ -27,19 +27,20 @@ def energy_kernel(
 ):  # fmt: skip
     """HEADS covers every head: the softmax runs over them."""
     sample, start = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * TOKENS
-    head, column, inside = head_block(HEADS, WIDTH, K, P, 0)
+    _, head, column, inside = group_block(HEADS, WIDTH, 1, K, P, 0)
     row = sample * n + start
-    at, real, place, some = tile(0, n - start, head, column, inside, K, P, TOKENS)
-    at, place = row * (K * P) + at, row * K + place
-    s = tl.load(s_ptr + at, mask=real, other=0.0).to(tl.float32)
+    at, real = tile(n - start, 0, TOKENS, HEADS, WIDTH, 1, K, P)
+    place, some = places(n - start, head, TOKENS, K)
+    place += row * K
+    s = by_group(tl.load(s_ptr + row * (K * P) + at, mask=real, other=0.0), TOKENS, HEADS, WIDTH)
     square = s * s
     if NORMALIZE:
         square = square / tl.load(channel_ptr + sample * (K * P) + column, mask=inside, other=1.0)[None]
     temperature = tl.load(temperature_ptr + head, mask=head < K, other=0.0).to(tl.float32)
-    logits = tl.sum(square, 2) * temperature[None, :]
+    logits = tl.sum(square, 2, keep_dims=True) * temperature[None, :, None]
     if SCORED:
         logits += tl.load(score_ptr + place, mask=some, other=0.0)
-    logits = tl.where(head[None, :] < K, logits, float("-inf"))
+    logits = tl.where(head[None, :, None] < K, logits, float("-inf"))
     weight = tl.exp(logits - tl.max(logits, 1)[:, None])
     tl.store(out_ptr + place, weight / tl.sum(weight, 1)[:, None], mask=some)
 
@@ -48,37 +49,33 @@ def energy_kernel(
 def energy_adjoint_kernel(
     ds_ptr, s_ptr, x_ptr, channel_ptr, mean_ptr, temperature_ptr, dbias_ptr,
     n, span, splits,
-    K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, TOKENS: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
     NORMALIZE: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
-    slope = 2.0 * tl.load(temperature_ptr + head, mask=head < K, other=0.0).to(tl.float32)[:, None]
-    slopes, mean, bias = (), (), ()
-    for i in tl.static_range(PIECES):
-        there = sample * (K * P) + column + i * WIDTH
-        slopes += ((slope / tl.load(channel_ptr + there, mask=inside, other=1.0) if NORMALIZE else slope)[None],)
-        mean += ((tl.load(mean_ptr + there, mask=inside, other=0.0) if NORMALIZE else tl.zeros_like(slope))[None],)
-        if BIAS:
-            bias += (tl.zeros((TOKENS, HEADS, WIDTH), tl.float32),)
+    start = tl.program_id(2) * GROUPS
+    _, head, column, inside = group_block(GROUPS, WIDTH, PARTS, K, P, start)
+    slope, mean = 2.0 * tl.load(temperature_ptr + head, mask=head < K, other=0.0).to(tl.float32)[:, None], 0.0
+    if NORMALIZE:
+        slope = slope / tl.load(channel_ptr + sample * (K * P) + column, mask=inside, other=1.0)
+        mean = tl.load(mean_ptr + sample * (K * P) + column, mask=inside, other=0.0)[None]
+    bias = tl.zeros((TOKENS, GROUPS, WIDTH), tl.float32)
     row, count = sample * n + split * span, tl.minimum(span, n - split * span)
     ds_ptr += row * (K * P)
     s_ptr += row * (K * P)
     x_ptr += row * K
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
-        at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
-        x = tl.load(x_ptr + place, mask=some, other=0.0)[:, :, None]
-        before, bias = bias, ()
-        for i in tl.static_range(PIECES):
-            s = tl.load(s_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32)
-            ds = tl.load(ds_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32) + s * slopes[i] * (x - mean[i])
-            tl.store(ds_ptr + at + i * WIDTH, ds.to(ds_ptr.dtype.element_ty), mask=real)
-            if BIAS:
-                bias += (before[i] + ds,)
+        at, real = tile(count - first, start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
+        place, some = places(count - first, head, TOKENS, K)
+        at += first * (K * P)
+        x = tl.load(x_ptr + first * K + place, mask=some, other=0.0)
+        s = by_group(tl.load(s_ptr + at, mask=real, other=0.0), TOKENS, GROUPS, WIDTH)
+        ds = by_group(tl.load(ds_ptr + at, mask=real, other=0.0), TOKENS, GROUPS, WIDTH) + s * slope[None] * (x - mean)
+        tl.store(ds_ptr + at, tl.reshape(ds.to(ds_ptr.dtype.element_ty), (TOKENS, GROUPS * WIDTH)), mask=real)
+        if BIAS:
+            bias += ds
     if BIAS:
-        for i in tl.static_range(PIECES):
-            there = (sample * splits + split) * (K * P) + column + i * WIDTH
-            tl.store(dbias_ptr + there, tl.sum(bias[i], 0), mask=inside)
+        tl.store(dbias_ptr + (sample * splits + split) * (K * P) + column, tl.sum(bias, 0), mask=inside)
 
 
 @op()
@@ -104,7 +101,7 @@ def energy(projected: Tensor, scores: Tensor | None, temperature: Tensor, form: 
 def energy_adjoint(
     ds: Tensor, projected: Tensor, dlogits: Tensor, channel: Tensor, temperature: Tensor, form: str, wants_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """Adds to dS what the energies ask of it; the gradients of the temperature (k, 1) and of the bias (b, splits, k, p)."""
+    """Adds to dS what the energies ask of it; the gradients of the temperature (k, 1) and of the bias (b, splits, d)."""
     told, (b, n, d) = Form.read(form), projected.shape
     k, p = told.num_heads, d // told.num_heads
     sweep, normalize = sweep_of(projected, told), told.normalize_tokens
@@ -113,7 +110,7 @@ def energy_adjoint(
     dtemperature = mean.sum((0, 2)).unsqueeze(-1)
     if normalize:  # at the floor the divisor is a constant
         mean = torch.where(channel > 1e-24, mean, 0)
-    dbias = torch.empty(b if wants_bias else 0, sweep.splits, k, p, device=ds.device, dtype=torch.float32)
+    dbias = torch.empty(b if wants_bias else 0, sweep.splits, d, device=ds.device, dtype=torch.float32)
     launch(
         energy_adjoint_kernel, (b, sweep.splits, sweep.blocks),
         ds, projected, dlogits, channel, mean, temperature, dbias, n, sweep.span, sweep.splits,

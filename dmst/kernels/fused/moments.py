@@ -3,8 +3,9 @@
     energy_ki = sum_n pi_nk s_nki^2        mass_k = sum_n pi_nk        T = energy/(mass + delta)
     update_nki = f(pi_nk, c_ki) s_nki      with f and c of `core`, in the dtype of s; the gate on the way, by `gate.opened`
 
-Where there are many samples a program takes a whole one, and finds its tokens in the cache the second time. Otherwise the
-tokens of a sample are split over programs, a launch a sweep; each leaves one row of partial sums, which are added up between.
+A short sample in 16 bits is read once: a program holds its channels of all tokens in registers (`HELD` tiles of them). A longer
+one is read again for the update. Where there are few samples their tokens are split over programs, a launch a sweep; each
+leaves one row of partial sums, which are added up between.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from dmst.kernels import plan
 from dmst.kernels.form import Form
 from dmst.kernels.fused import gate as gates
-from dmst.kernels.fused.core import MODES, PROXIMAL, attenuation, factor, head_block, tile, weigh
+from dmst.kernels.fused.core import MODES, PROXIMAL, attenuation, by_group, factor, group_block, held_on, places, tile, weigh
 from dmst.kernels.fused.gate import of_heads, opened
 from dmst.kernels.fused.launch import launch, op
 
@@ -30,17 +31,41 @@ def _divisor(mass, delta: tl.constexpr):
 
 
 @triton.jit
+def _read(
+    s_ptr, weight_ptr, first, count, head, start, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, UNIFORM: tl.constexpr,
+):  # fmt: skip
+    """s (tokens, channels) and pi (tokens, groups, 1) of a tile."""
+    at, real = tile(count - first, start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
+    place, some = places(count - first, head, TOKENS, K)
+    weight = some.to(tl.float32) if UNIFORM else tl.load(weight_ptr + first * K + place, mask=some, other=0.0)
+    return tl.load(s_ptr + first * (K * P) + at, mask=real, other=0.0), weight
+
+
+@triton.jit
+def _write(
+    update_ptr, s, weight, c, first, count, start, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    at, real = tile(count - first, start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
+    update = weigh(weight, c, MODE) * by_group(s, TOKENS, GROUPS, WIDTH)
+    update = tl.reshape(update.to(update_ptr.dtype.element_ty), (TOKENS, GROUPS * WIDTH))
+    tl.store(update_ptr + first * (K * P) + at, update, mask=real)
+
+
+@triton.jit
 def moments_kernel(
     s_ptr, weight_ptr, score_ptr, theta_ptr, sums_ptr, moment_ptr, divisor_ptr, update_ptr, gate_ptr, pooled_ptr,
     n, span, splits, tiles,
     delta: tl.constexpr, scale: tl.constexpr,
-    K: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, TOKENS: tl.constexpr,
-    UNIFORM: tl.constexpr, SUM: tl.constexpr, UPDATE: tl.constexpr, MODE: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
+    HELD: tl.constexpr, UNIFORM: tl.constexpr, SUM: tl.constexpr, UPDATE: tl.constexpr, MODE: tl.constexpr,
     ALL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`SUM` alone leaves rows of energy and mass (`UNIFORM`: of pi = 1); `UPDATE` alone reads what they sum to."""
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    head, column, inside = head_block(HEADS, WIDTH, K, P, tl.program_id(2) * HEADS)
+    start = tl.program_id(2) * GROUPS
+    group, head, column, inside = group_block(GROUPS, WIDTH, PARTS, K, P, start)
     row, count = sample * n + split * span, tl.minimum(span, n - split * span)
     s_ptr += row * (K * P)
     if UPDATE:
@@ -49,59 +74,54 @@ def moments_kernel(
         weight_ptr += row * K
     if not (SUM and UPDATE):
         sums_ptr += (sample * splits + split if SUM else sample) * (K * P + K)
-    here = head[:, None] < K
-    totals = ()
+    of_head = (head[:, None] < K) & (group[:, None] % PARTS == 0)  # what a head has once, its first group writes
+    held, weights = (), ()
     if SUM:
-        energy = ()
-        for _ in tl.static_range(PIECES):
-            energy += (tl.zeros((TOKENS, HEADS, WIDTH), tl.float32),)
-        mass = tl.zeros((TOKENS, HEADS), tl.float32)
-        for first in tl.range(0, count, TOKENS, num_stages=STAGES):
-            at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
-            if not UNIFORM:
-                weight = tl.load(weight_ptr + place, mask=some, other=0.0)
-                mass += weight
-            before, energy = energy, ()
-            for i in tl.static_range(PIECES):
-                s = tl.load(s_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32)
-                square = s * s if UNIFORM else s * s * weight[:, :, None]
-                energy += (before[i] + square,)
-        whole = tl.sum(mass, 0)[:, None]
-        for i in tl.static_range(PIECES):
-            totals += (tl.sum(energy[i], 0),)
-            if not UPDATE:
-                tl.store(sums_ptr + column + i * WIDTH, totals[i], mask=inside)
+        energy, mass = tl.zeros((TOKENS, GROUPS, WIDTH), tl.float32), tl.zeros((TOKENS, GROUPS, 1), tl.float32)
+        if HELD:
+            for i in tl.static_range(HELD):
+                s, pi = _read(s_ptr, weight_ptr, i * TOKENS, count, head, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, UNIFORM)
+                held += (s,)
+                weights += (pi,)
+            for i in tl.static_range(HELD):
+                s = by_group(held[i], TOKENS, GROUPS, WIDTH)
+                energy += s * s * weights[i]
+                mass += weights[i]
+        else:
+            for first in tl.range(0, count, TOKENS, num_stages=STAGES):
+                s, pi = _read(s_ptr, weight_ptr, first, count, head, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, UNIFORM)
+                s = by_group(s, TOKENS, GROUPS, WIDTH)
+                energy += s * s * pi
+                mass += pi
+        total, whole = tl.sum(energy, 0), tl.sum(mass, 0)
         if not UPDATE:
-            tl.store(sums_ptr + K * P + head[:, None], whole, mask=here)
+            tl.store(sums_ptr + column, total, mask=inside)
+            tl.store(sums_ptr + K * P + head[:, None], whole, mask=of_head)
     else:
-        for i in tl.static_range(PIECES):
-            totals += (tl.load(sums_ptr + column + i * WIDTH, mask=inside, other=0.0),)
-        whole = tl.load(sums_ptr + K * P + head[:, None], mask=here, other=0.0)
+        total = tl.load(sums_ptr + column, mask=inside, other=0.0)
+        whole = tl.load(sums_ptr + K * P + head[:, None], mask=head[:, None] < K, other=0.0)
     if UPDATE:
         whole = _divisor(whole, delta)
-        if split == 0:
-            tl.store(divisor_ptr + sample * K + head[:, None], whole, mask=here)
-        gate = tl.full((HEADS, 1), 1.0, tl.float32)
+        moment, gate = total / whole, tl.full((GROUPS, 1), 1.0, tl.float32)
         if GATE:
             pooled, every = opened(score_ptr, sample, n, tiles, scale, K, ALL, GATE, ROWS)
             gate = of_heads(every, head)[:, None]
             if split == 0:
-                tl.store(gate_ptr + sample * K + head[:, None], gate, mask=here)
-                tl.store(pooled_ptr + sample * K + head[:, None], of_heads(pooled, head)[:, None], mask=here)
+                tl.store(gate_ptr + sample * K + head[:, None], gate, mask=of_head)
+                tl.store(pooled_ptr + sample * K + head[:, None], of_heads(pooled, head)[:, None], mask=of_head)
+        if split == 0:
+            tl.store(divisor_ptr + sample * K + head[:, None], whole, mask=of_head)
+            tl.store(moment_ptr + sample * (K * P) + column, moment, mask=inside)
         theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
-        c = ()
-        for i in tl.static_range(PIECES):
-            moment = totals[i] / whole
-            if split == 0:
-                tl.store(moment_ptr + sample * (K * P) + column + i * WIDTH, moment, mask=inside)
-            c += (factor(attenuation(moment, gate), gate, theta, MODE)[None],)
-        for first in tl.range(0, count, TOKENS, num_stages=STAGES):
-            at, real, place, some = tile(first, count, head, column, inside, K, P, TOKENS)
-            weight = tl.load(weight_ptr + place, mask=some, other=0.0)[:, :, None]
-            for i in tl.static_range(PIECES):
-                s = tl.load(s_ptr + at + i * WIDTH, mask=real, other=0.0).to(tl.float32)
-                update = weigh(weight, c[i], MODE) * s
-                tl.store(update_ptr + at + i * WIDTH, update.to(update_ptr.dtype.element_ty), mask=real)
+        c = factor(attenuation(moment, gate), gate, theta, MODE)[None]
+        if HELD:
+            for i in tl.static_range(HELD):
+                s, pi = held_on(held[i], n), weights[i]
+                _write(update_ptr, s, pi, c, i * TOKENS, count, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, MODE)
+        else:
+            for first in tl.range(0, count, TOKENS, num_stages=STAGES):
+                s, pi = _read(s_ptr, weight_ptr, first, count, head, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, UNIFORM)
+                _write(update_ptr, s, pi, c, first, count, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, MODE)
 
 
 @op()
@@ -150,5 +170,6 @@ def _launch(
         projected, weight, scores, theta, sums, *(made or (None,) * 5),
         n, sweep.span, sweep.splits, 0 if scores is None else scores.shape[1],
         delta=form.delta, K=k, P=d // k, **sweep.block, **gate, UNIFORM=weight is None, SUM=sums is None or made is None,
-        UPDATE=made is not None, MODE=MODES[form.mode], STAGES=sweep.stages, num_warps=sweep.warps,
+        UPDATE=made is not None, HELD=sweep.held if sums is None else 0, MODE=MODES[form.mode], STAGES=sweep.stages,
+        num_warps=sweep.warps,
     )  # fmt: skip

@@ -68,7 +68,7 @@ def pull(
     if form.mode == "proximal":
         grads["theta"] = dtheta.sum()
     if wants_bias:
-        grads["subspace_bias"] = dbias.sum((0, 1)).flatten()
+        grads["subspace_bias"] = dbias.sum((0, 1))
     dpooled = None if pooled is None else gate.gate_adjoint(dgate, pooled, z.shape[1], *form.gate_choice)
     if wanted.assign_bias:
         total = dscores.sum((0, 1))
