@@ -5,9 +5,13 @@ conv        log2(patch) convolutions of stride 2, at least three in all (the fir
 patch       z_n = W patch_n + bias
 norm_patch  z_n = norm(W norm(patch_n) + bias), a patch flattened row, column, channel
 
-cuDNN has no tensor-core kernel for images of 3 channels, and a slow one for 48. On a CUDA device `patch` is therefore a product
-with the patches, and a convolution of `conv`, in 16 bits, reads channels padded with zeros, channels last. On a CPU, in
-inference, `conv` works channels last too, with each batch norm folded into its convolution: two times faster.
+cuDNN has no tensor-core kernel for images of 3 channels, and slow ones for 8 and for 48. On a CUDA device `patch` is therefore
+a product with the patches. So is, in 16 bits, the first convolution of `conv`: its 27 numbers a patch are padded with zeros to
+32. The other convolutions read channels padded with zeros, channels last.
+
+In inference the batch norms of `conv` are folded into its convolutions: it needs a pass over memory less for each. On a CPU
+(eager calls alone) its images are channels last too, and it is two times faster. On a CUDA device weights that have 16 bits
+themselves are not folded: they would be rounded twice.
 """
 
 from __future__ import annotations
@@ -18,10 +22,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from dmst import tracing
 from dmst.kernels import compute_dtype
+from dmst.kernels.casting import wide
 from dmst.models.gelu import gelu
 from dmst.one_node import OneNode
 from dmst.operators.base import linear
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
     from dmst.models.config import ModelConfig
 
 
-def _by_product(x: Tensor) -> bool:
+def _on_cuda(x: Tensor) -> bool:
     return x.is_cuda
 
 
@@ -44,14 +48,26 @@ class Gelu(nn.GELU):
 
 
 class PaddedConv(nn.Conv2d):
-    """A convolution whose input channels are padded to a multiple of 8, or of 32 where there are more."""
+    """A convolution whose input channels are padded to a multiple of 8, or of 32 where there are more.
 
-    def forward(self, x: Tensor) -> Tensor:
+    With fewer than 8 it is a product with the patches (not in transforms: vmap has no rule for the gradient of `unfold`).
+    """
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         missing = -self.in_channels % (8 if self.in_channels < 32 else 32)
         if not (missing and _in_eights(x)):
-            return super().forward(x)
-        x = x.to(compute_dtype(x))  # as autocast would, but before the channels are copied
-        return self._conv_forward(_pad(x, missing), _pad(self.weight, missing), self.bias)
+            return super()._conv_forward(x, weight, bias)
+        x = x.to(compute_dtype(x))  # as autocast would, but before anything is copied
+        form = self.kernel_size, self.padding, self.dilation, self.groups, self.padding_mode
+        if self.in_channels < 8 and form == ((3, 3), (1, 1), (1, 1), 1, "zeros") and not tracing.transformed():
+            return self._product(x, weight, bias)
+        return super()._conv_forward(_pad(x, missing), _pad(weight, missing), bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        missing = -9 * self.in_channels % 8
+        windows = F.pad(x, (1, 1, 1, 1)).unfold(2, 3, self.stride[0]).unfold(3, 3, self.stride[1])
+        patches = F.pad(rearrange(windows, "b c h w i j -> b h w (c i j)"), (0, missing))
+        return rearrange(F.linear(patches, F.pad(weight.flatten(1), (0, missing)), bias), "b h w d -> b d h w")
 
 
 def _pad(x: Tensor, channels: int) -> Tensor:
@@ -64,7 +80,7 @@ class PatchConv(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         i, j = self.kernel_size
-        if not _by_product(x) or x.shape[-2] % i or x.shape[-1] % j:  # which a convolution crops
+        if not _on_cuda(x) or x.shape[-2] % i or x.shape[-1] % j:  # which a convolution crops
             return super().forward(x)
         x = x.to(compute_dtype(x))  # as autocast would, but before the patches are copied
         patches = rearrange(x, "b c (h i) (w j) -> b h w (c i j)", i=i, j=j)
@@ -94,22 +110,34 @@ class ConvStem(OneNode):
         return rearrange(made, "b d h w -> b (h w) d")
 
     def _folds(self, images: Tensor) -> bool:
-        if torch.is_grad_enabled() or not isinstance(images, Tensor) or images.device.type != "cpu":  # a proxy of torch.fx
+        if torch.is_grad_enabled() or not isinstance(images, Tensor):  # a proxy of torch.fx
             return False
-        convs, norms = list(self.layers)[::3], list(self.layers)[1::3]  # unless somebody has put others in their place
-        usual = all(type(x) is PaddedConv for x in convs) and all(
-            type(x) is nn.BatchNorm2d and not x.training and x.running_mean is not None for x in norms
-        )
-        return usual and tracing.is_plain_eager() and tracing.is_plain(self.layers, *self.layers)
+        there = _on_cuda(images)
+        compiled = there and tracing.compiled() and not tracing.transformed()
+        if not (compiled or (tracing.is_plain_eager() and (there or images.device.type == "cpu"))):
+            return False
+        layers: list[Any] = list(self.layers)  # unless somebody has put others in their place
+        usual = all(type(x) is (PaddedConv, nn.BatchNorm2d, Gelu)[i % 3] for i, x in enumerate(layers))
+        if not usual or any(x.training or not x.affine or x.running_mean is None for x in layers[1::3]):
+            return False
+        if any(x.bias is not None or (there and x.weight.dtype.itemsize == 2) for x in layers[::3]):
+            return False
+        return tracing.is_plain(self.layers, *layers)
 
     def _folded(self, x: Tensor) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last)
+        if not _on_cuda(x):
+            x = x.contiguous(memory_format=torch.channels_last)
         layers: list[Any] = list(self.layers)
         for i, (conv, norm) in enumerate(zip(layers[::3], layers[1::3], strict=True)):
-            statistics = norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
-            folded = fuse_conv_bn_weights(conv.weight, None, *statistics)
-            x = F.conv2d(F.gelu(x) if i else x, *folded, conv.stride, conv.padding)
+            x = conv._conv_forward(gelu(x) if i else x, *_fold(conv, norm))
         return x
+
+
+def _fold(conv: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:
+    """Weight and bias of norm(conv(x)) in inference, rounded once."""
+    scale = wide(norm.weight) * torch.rsqrt(wide(norm.running_var) + norm.eps)
+    weight, bias = conv.weight * scale.view(-1, 1, 1, 1), norm.bias - norm.running_mean * scale
+    return weight.to(conv.weight.dtype), bias.to(conv.weight.dtype)
 
 
 class PatchStem(OneNode):

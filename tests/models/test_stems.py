@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst.models import stems
-from dmst.models.stems import PaddedConv, PatchConv
+from dmst.models import ModelConfig, stems
+from dmst.models.stems import ConvStem, PaddedConv, PatchConv
 from tests.cases import relative
 from tests.networks import F64, build, images
 
@@ -53,7 +55,7 @@ def images_of(*size: int) -> Tensor:
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the images were on a CUDA device, and their products in 16 bits."""
-    monkeypatch.setattr(stems, "_by_product", lambda x: True)
+    monkeypatch.setattr(stems, "_on_cuda", lambda x: True)
     monkeypatch.setattr(stems, "_in_eights", lambda x: True)
 
 
@@ -77,6 +79,105 @@ def test_padded_channels_are_the_convolution(there: None, channels: int) -> None
         assert all(relative(a, b) < 1e-12 for a, b in zip(found, wanted, strict=True))
         assert channels == 8 or found[0].is_contiguous(memory_format=torch.channels_last)
     assert conv(x[:0]).shape == (0, 11, 3, 5)
+
+
+@pytest.mark.parametrize("size", [(33, 35), (34, 36), (1, 2)], ids=str)
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_few_channels_are_a_product(
+    there: None, monkeypatch: pytest.MonkeyPatch, channels: int, stride: int, size: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(stems, "_pad", None)  # the other way
+    conv, x = PaddedConv(channels, 5, 3, stride, 1, dtype=F64), torch.randn(2, channels, *size, dtype=F64)
+    found, wanted = differentiate(conv, conv, x), differentiate(lambda x: plainly(conv, x), conv, x)
+    assert all(relative(a, b) < 1e-12 for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_convolution_of_another_form(there: None) -> None:
+    conv, x = PaddedConv(3, 5, 3, 2, 2, dilation=2, dtype=F64), torch.randn(2, 3, 9, 11, dtype=F64)
+    assert relative(conv(x), F.conv2d(x, conv.weight, conv.bias, 2, 2, 2)) < 1e-12
+
+
+def conv_stem(patch: int, dtype: torch.dtype = F64) -> ConvStem:
+    """In evaluation, with statistics of images."""
+    stem = ConvStem(ModelConfig(dim=80, num_heads=5, img_size=32, patch_size=patch), dtype=dtype)
+    with torch.no_grad():
+        for _ in range(30):
+            stem(torch.randn(3, 3, 32, 32, dtype=dtype) + 0.5)
+        for norm in stem.layers[1::3]:
+            norm.weight.normal_(1, 0.3), norm.bias.normal_(0, 0.3)
+    return stem.eval()
+
+
+@pytest.fixture
+def norms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each batch norm that is computed."""
+    calls: list[int] = []
+    plain = nn.BatchNorm2d.forward
+    monkeypatch.setattr(nn.BatchNorm2d, "forward", lambda self, x: (calls.append(1), plain(self, x))[1])
+    return calls
+
+
+@pytest.mark.parametrize("patch", [4, 8, 16])
+def test_the_batch_norms_are_folded(there: None, norms: list[int], patch: int) -> None:
+    """In inference alone, and not where somebody listens or has put another layer in."""
+    stem, x = conv_stem(patch), torch.randn(2, 3, 33, 35, dtype=F64)
+    norms.clear()
+    with torch.no_grad():
+        found = stem(x)
+        assert not norms
+        assert relative(found, stem.layers(x).flatten(2).mT) < 1e-12
+    count = len(norms)
+    assert relative(found, stem(x)) < 1e-12 and len(norms) == 2 * count
+    with torch.no_grad():
+        copy.deepcopy(stem).bfloat16()(x.bfloat16())  # would round the weights twice
+        assert len(norms) == 3 * count
+        stem.layers[2] = nn.ReLU()
+        assert relative(stem(x), found) > 1e-3
+
+
+@pytest.mark.parametrize("patch", [4, 8, 16])
+def test_16_bits_are_as_near_to_float64(monkeypatch: pytest.MonkeyPatch, patch: int) -> None:
+    """Folded and as a product, as a plain convolution and a batch norm; so are the gradients of the weights."""
+    stem, x = conv_stem(patch, torch.float32), torch.randn(4, 3, 33, 35)
+
+    def results(stem: ConvStem, x: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            out = stem(x)
+        stem.layers(x).float().square().sum().backward()
+        return [out, stem.layers[0].weight.grad]
+
+    def errors() -> list[float]:
+        with torch.autocast("cpu", BF16):
+            found = results(copy.deepcopy(stem), x)
+        return [relative(a, b) for a, b in zip(found, wanted, strict=True)]
+
+    wanted = results(copy.deepcopy(stem).double(), x.double())
+    with monkeypatch.context() as patched:
+        patched.setattr(ConvStem, "_folds", lambda *_: False)
+        plain = errors()
+    monkeypatch.setattr(stems, "_on_cuda", lambda x: True)
+    monkeypatch.setattr(stems, "_in_eights", lambda x: True)
+    assert all(a < 1.1 * b < 2e-2 for a, b in zip(errors(), plain, strict=True))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_compiler_folds_too(there: None, dynamic: bool) -> None:
+    """In one graph, without a batch norm."""
+    torch._dynamo.reset()
+    stem, graphs = conv_stem(8), []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append([node.target for node in graph.graph.nodes])
+        return graph.forward
+
+    compiled = torch.compile(stem, fullgraph=True, backend=backend, dynamic=dynamic)
+    with torch.no_grad():
+        for size in [(33, 35), (48, 32)] if dynamic else [(33, 35)]:
+            x = torch.randn(3, 3, *size, dtype=F64)
+            assert relative(compiled(x), stem.layers(x).flatten(2).mT) < 1e-12
+    assert len(graphs) == 1 and torch._C._nn.linear in graphs[0] and F.batch_norm not in graphs[0]
 
 
 @families
