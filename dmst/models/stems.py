@@ -67,7 +67,12 @@ class PaddedConv(nn.Conv2d):
         missing = -9 * self.in_channels % 8
         windows = F.pad(x, (1, 1, 1, 1)).unfold(2, 3, self.stride[0]).unfold(3, 3, self.stride[1])
         patches = F.pad(rearrange(windows, "b c h w i j -> b h w (c i j)"), (0, missing))
-        return rearrange(F.linear(patches, F.pad(weight.flatten(1), (0, missing)), bias), "b h w d -> b d h w")
+        matrix = F.pad(weight.flatten(1), (0, missing))
+        if bias is not None:
+            made = F.linear(patches, matrix, bias)
+        else:  # image by image: the gradient of the weight is a sum over millions of patches, and cut so it fills the device
+            made = patches.flatten(1, 2) @ matrix.mT.expand(len(patches), -1, -1)
+        return rearrange(made.view(*patches.shape[:3], len(matrix)), "b h w d -> b d h w")
 
 
 def _pad(x: Tensor, channels: int) -> Tensor:

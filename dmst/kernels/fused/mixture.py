@@ -232,15 +232,14 @@ def statistics_kernel(
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
         q = _load(keys_ptr, token, count, key, K, R)
-        tokens, now = now, ()
+        before, one, two, beta, alpha, now = (one, two, beta, alpha, now), (), (), (), (), ()
         for i in tl.static_range(PIECES):  # the next tile, on its way while this one is computed
             now += (_load(projected_ptr, token + TOKENS, count, channel + i * WIDTH, K, P),)
         pi = _memberships(q, centre, token, count, group, SHARPNESS, G, LOW).to(pi_ptr.dtype.element_ty)
         _store(pi_ptr, pi, token, count, group, K, G)
         mass += pi.to(tl.float32)
-        before, one, two, beta, alpha = (one, two, beta, alpha), (), (), (), ()
         for i in tl.static_range(PIECES):
-            s = tokens[i]
+            s = before[4][i]
             wide = s.to(tl.float32)
             one += (before[0][i] + _dot(tl.trans(s), pi, LOW),)
             two += (before[1][i] + _dot(tl.trans(wide * wide), pi, LOW),)
