@@ -23,32 +23,14 @@ from torch import Tensor
 from dmst.kernels import plan
 from dmst.kernels.form import Form
 from dmst.kernels.fused.core import (
-    LISTING, MODES, PROXIMAL, attenuation, by_group, factor, group_block, held_on, places, rounded, tile, weigh,
+    LISTING, MODES, PROXIMAL, attenuation, by_group, factor, group_block, held_on, places, read, rounded, rows, weigh, write,
 )  # fmt: skip
 from dmst.kernels.fused.launch import launch, op
 
 
 @triton.jit
-def _read(
-    grad_ptr, s_ptr, first, count, start, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """G and s (tokens, channels) of a tile."""
-    at, real = tile(count - first, start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
-    grad = tl.load(grad_ptr + first * (K * P) + at, mask=real, other=0.0)
-    return grad, tl.load(s_ptr + first * (K * P) + at, mask=real, other=0.0)
-
-
-@triton.jit
-def _pi(membership_ptr, first, count, head, K: tl.constexpr, TOKENS: tl.constexpr):
-    """(tokens, groups, 1)"""
-    place, some = places(count - first, head, TOKENS, K)
-    return tl.load(membership_ptr + first * K + place, mask=some, other=0.0)
-
-
-@triton.jit
-def _shared(share, grad, s, pi, c, GROUPS: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr):
-    q = by_group(grad, grad.shape[0], GROUPS, WIDTH) * by_group(s, s.shape[0], GROUPS, WIDTH)
+def _share(share, grad, s, pi, c, MODE: tl.constexpr):
+    q = grad * s
     if MODE == PROXIMAL:
         damp = 1.0 + rounded(pi * c)
         q = q / (damp * damp)
@@ -56,14 +38,8 @@ def _shared(share, grad, s, pi, c, GROUPS: tl.constexpr, WIDTH: tl.constexpr, MO
 
 
 @triton.jit
-def _pulled(
-    grad_ptr, dmembership_ptr, update_ptr, bias, grad, s, pi, c, m, mean, first, count, group, start,
-    K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    MODE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, UPDATE: tl.constexpr,
-):  # fmt: skip
-    at, real = tile(count - first, start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
-    place, some = places(count - first, group, TOKENS, K * PARTS)
-    grad, s = by_group(grad, TOKENS, GROUPS, WIDTH), by_group(s, TOKENS, GROUPS, WIDTH)
+def _pull(grad, s, pi, c, m, mean, MODE: tl.constexpr, SIGMOID: tl.constexpr):
+    """dS, and of each group its part of dscores."""
     lean = c * grad
     if MODE == PROXIMAL:
         w = rounded(pi * c)
@@ -72,15 +48,7 @@ def _pulled(
     else:
         ds = pi * tl.fma(2.0 * m, s, lean)
     dpi = tl.sum(rounded(tl.fma(m, s, lean) * s), 2, keep_dims=True) - mean[None]
-    if SIGMOID:
-        dpi = dpi * pi * (1.0 - pi)
-    tl.store(dmembership_ptr + first * (K * PARTS) + place, dpi, mask=some)
-    low = tl.reshape(ds.to(grad_ptr.dtype.element_ty), (TOKENS, GROUPS * WIDTH))
-    tl.store(grad_ptr + first * (K * P) + at, low, mask=real)
-    if UPDATE:
-        update = tl.reshape((weigh(pi, c, MODE) * s).to(update_ptr.dtype.element_ty), (TOKENS, GROUPS * WIDTH))
-        tl.store(update_ptr + first * (K * P) + at, update, mask=real)
-    return bias + ds if BIAS else bias
+    return ds, dpi * pi * (1.0 - pi) if SIGMOID else dpi
 
 
 @triton.jit
@@ -96,6 +64,9 @@ def adjoint_kernel(
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.program_id(2) * GROUPS
     group, head, column, inside = group_block(GROUPS, WIDTH, PARTS, K, P, start)
+    at, known, token = rows(start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
+    place, some, of = places(head, TOKENS, K)
+    part, real, _ = places(group, TOKENS, K * PARTS)
     here = head < K
     gate = tl.load(gate_ptr + sample * K + head, mask=here, other=0.0)[:, None] if GATED else 1.0
     theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
@@ -113,19 +84,16 @@ def adjoint_kernel(
     grads, held = (), ()
     if SUM:
         share = tl.zeros((TOKENS, GROUPS, WIDTH), tl.float32)
-        if HELD:
-            for i in tl.static_range(HELD):
-                grad, s = _read(grad_ptr, s_ptr, i * TOKENS, count, start, K, P, TOKENS, GROUPS, WIDTH, PARTS)
-                grads += (grad,)
-                held += (s,)
-            for i in tl.static_range(HELD):
-                pi = _pi(membership_ptr, i * TOKENS, count, head, K, TOKENS)
-                share = _shared(share, grads[i], held[i], pi, c, GROUPS, WIDTH, MODE)
-        else:
-            for first in tl.range(0, count, TOKENS, num_stages=STAGES):
-                grad, s = _read(grad_ptr, s_ptr, first, count, start, K, P, TOKENS, GROUPS, WIDTH, PARTS)
-                pi = _pi(membership_ptr, first, count, head, K, TOKENS)
-                share = _shared(share, grad, s, pi, c, GROUPS, WIDTH, MODE)
+        for i in tl.static_range(HELD):
+            grads += (read(grad_ptr + i * TOKENS * K * P, at, known, token, count - i * TOKENS),)
+            held += (read(s_ptr + i * TOKENS * K * P, at, known, token, count - i * TOKENS),)
+        for i in tl.static_range(HELD):
+            pi = read(membership_ptr + i * TOKENS * K, place, some, of, count - i * TOKENS)
+            share = _share(share, by_group(grads[i], GROUPS), by_group(held[i], GROUPS), pi, c, MODE)
+        for first in tl.range(0, 0 if HELD else count, TOKENS, num_stages=STAGES):
+            grad = by_group(read(grad_ptr + first * (K * P), at, known, token, count - first), GROUPS)
+            s = by_group(read(s_ptr + first * (K * P), at, known, token, count - first), GROUPS)
+            share = _share(share, grad, s, read(membership_ptr + first * K, place, some, of, count - first), c, MODE)
         total = tl.sum(share, 0)
         if not PULL:
             tl.store(part_ptr + place_of_row + column, total, mask=inside)
@@ -153,21 +121,22 @@ def adjoint_kernel(
                 tl.store(dgate_ptr + sample * (K * PARTS) + group, dgate, mask=here)
             if MODE == PROXIMAL:
                 tl.store(dtheta_ptr + sample * (K * PARTS) + group, dtheta, mask=here)
-        if HELD:
-            for i in tl.static_range(HELD):
-                pi = _pi(membership_ptr, i * TOKENS, count, head, K, TOKENS)
-                bias = _pulled(
-                    grad_ptr, dmembership_ptr, update_ptr, bias, held_on(grads[i], n), held_on(held[i], n), pi, c, m, mean,
-                    i * TOKENS, count, group, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, MODE, SIGMOID, BIAS, UPDATE,
-                )  # fmt: skip
-        else:
-            for first in tl.range(0, count, TOKENS, num_stages=STAGES):
-                grad, s = _read(grad_ptr, s_ptr, first, count, start, K, P, TOKENS, GROUPS, WIDTH, PARTS)
-                pi = _pi(membership_ptr, first, count, head, K, TOKENS)
-                bias = _pulled(
-                    grad_ptr, dmembership_ptr, update_ptr, bias, grad, s, pi, c, m, mean,
-                    first, count, group, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, MODE, SIGMOID, BIAS, UPDATE,
-                )  # fmt: skip
+        for first in tl.range(0, 1 if HELD else count, TOKENS, num_stages=STAGES):
+            for i in tl.static_range(max(HELD, 1)):
+                left = count - first - i * TOKENS
+                if HELD:
+                    grad, s = by_group(held_on(grads[i], n), GROUPS), by_group(held_on(held[i], n), GROUPS)
+                else:
+                    grad = by_group(read(grad_ptr + first * (K * P), at, known, token, left), GROUPS)
+                    s = by_group(read(s_ptr + first * (K * P), at, known, token, left), GROUPS)
+                pi = read(membership_ptr + (first + i * TOKENS) * K, place, some, of, left)
+                ds, dpi = _pull(grad, s, pi, c, m, mean, MODE, SIGMOID)
+                tl.store(dmembership_ptr + (first + i * TOKENS) * (K * PARTS) + part, dpi, mask=real & (of < left))
+                write(grad_ptr + (first + i * TOKENS) * (K * P), ds, at, known, token, left)
+                if UPDATE:
+                    write(update_ptr + (first + i * TOKENS) * (K * P), weigh(pi, c, MODE) * s, at, known, token, left)
+                if BIAS:
+                    bias += ds
         if BIAS:
             tl.store(dbias_ptr + place_of_row + column, tl.sum(bias, 0), mask=inside)
 

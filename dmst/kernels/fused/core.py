@@ -72,28 +72,43 @@ def group_block(GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, 
 
 
 @triton.jit
-def tile(
-    count, first, TOKENS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
+def rows(
+    first,
+    TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    K: tl.constexpr,
     P: tl.constexpr,
-):  # fmt: skip
-    """Where tokens lie in a tensor (b, n, k p), from a pointer to the first of them, of which there are `count`, and which are
-    real; `first` is the first group. Rows of channels, not groups of them: else the compiler lets a warp load many short runs."""
+):
+    """Of a tensor (b, n, k p): where the channels of `first` and later groups lie from the first token of a tile on (tokens,
+    channels), which exist, and the tokens. Rows, not groups: else the compiler lets a warp load many short runs."""
     token, channel = tl.arange(0, TOKENS)[:, None], tl.arange(0, GROUPS * WIDTH)[None, :]
     group, channel = first + channel // WIDTH, channel % WIDTH
-    real = (token < count) & (group < K * PARTS)
-    if WIDTH * PARTS > P:
-        real = real & (channel < P)
-    return token * (K * P) + group * (P // PARTS) + channel, real
+    known = (group < K * PARTS) & (channel < P // PARTS)
+    return token * (K * P) + group * (P // PARTS) + channel, known, token
 
 
 @triton.jit
-def by_group(x, TOKENS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """(tokens, groups, channels) in float32, of rows of channels."""
-    return tl.reshape(x, (TOKENS, GROUPS, WIDTH)).to(tl.float32)
+def places(which, TOKENS: tl.constexpr, ALL: tl.constexpr):
+    """The same of a tensor (b, n, ALL), for some heads or groups: (tokens, groups, 1)."""
+    token, which = tl.arange(0, TOKENS)[:, None, None], which[None, :, None]
+    return token * ALL + which, which < ALL, token
 
 
 @triton.jit
-def places(count, which, TOKENS: tl.constexpr, ALL: tl.constexpr):
-    """Where the numbers of some heads or groups lie in a tensor (b, n, ALL), and which are real, (tokens, groups, 1)."""
-    token = tl.arange(0, TOKENS)[:, None, None]
-    return token * ALL + which[None, :, None], (token < count) & (which[None, :, None] < ALL)
+def read(ptr, at, known, token, left):
+    """Of a tile that has `left` tokens: 0 for others."""
+    return tl.load(ptr + at, mask=known & (token < left), other=0.0)
+
+
+@triton.jit
+def write(ptr, x, at, known, token, left):
+    """x (tokens, groups, channels) into rows."""
+    tl.store(ptr + at, tl.reshape(x.to(ptr.dtype.element_ty), at.shape), mask=known & (token < left))
+
+
+@triton.jit
+def by_group(x, GROUPS: tl.constexpr):
+    """Rows as (tokens, groups, channels), in float32."""
+    return tl.reshape(x, (x.shape[0], GROUPS, x.shape[1] // GROUPS)).to(tl.float32)

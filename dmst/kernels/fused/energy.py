@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmst.kernels.form import Form
-from dmst.kernels.fused.core import by_group, group_block, places, tile
+from dmst.kernels.fused.core import by_group, group_block, places, read, rows, write
 from dmst.kernels.fused.launch import launch, op
 from dmst.kernels.fused.moments import energies, sweep_of
 from dmst.kernels.plan import over, power_of_two
@@ -29,10 +29,9 @@ def energy_kernel(
     sample, start = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * TOKENS
     _, head, column, inside = group_block(HEADS, WIDTH, 1, K, P, 0)
     row = sample * n + start
-    at, real = tile(n - start, 0, TOKENS, HEADS, WIDTH, 1, K, P)
-    place, some = places(n - start, head, TOKENS, K)
-    place += row * K
-    s = by_group(tl.load(s_ptr + row * (K * P) + at, mask=real, other=0.0), TOKENS, HEADS, WIDTH)
+    place, some, of = places(head, TOKENS, K)
+    place, some = row * K + place, some & (of < n - start)
+    s = by_group(read(s_ptr + row * (K * P), *rows(0, TOKENS, HEADS, WIDTH, 1, K, P), n - start), HEADS)
     square = s * s
     if NORMALIZE:
         square = square / tl.load(channel_ptr + sample * (K * P) + column, mask=inside, other=1.0)[None]
@@ -55,6 +54,8 @@ def energy_adjoint_kernel(
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.program_id(2) * GROUPS
     _, head, column, inside = group_block(GROUPS, WIDTH, PARTS, K, P, start)
+    at, known, token = rows(start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
+    place, some, of = places(head, TOKENS, K)
     slope, mean = 2.0 * tl.load(temperature_ptr + head, mask=head < K, other=0.0).to(tl.float32)[:, None], 0.0
     if NORMALIZE:
         slope = slope / tl.load(channel_ptr + sample * (K * P) + column, mask=inside, other=1.0)
@@ -65,13 +66,10 @@ def energy_adjoint_kernel(
     s_ptr += row * (K * P)
     x_ptr += row * K
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
-        at, real = tile(count - first, start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
-        place, some = places(count - first, head, TOKENS, K)
-        at += first * (K * P)
-        x = tl.load(x_ptr + first * K + place, mask=some, other=0.0)
-        s = by_group(tl.load(s_ptr + at, mask=real, other=0.0), TOKENS, GROUPS, WIDTH)
-        ds = by_group(tl.load(ds_ptr + at, mask=real, other=0.0), TOKENS, GROUPS, WIDTH) + s * slope[None] * (x - mean)
-        tl.store(ds_ptr + at, tl.reshape(ds.to(ds_ptr.dtype.element_ty), (TOKENS, GROUPS * WIDTH)), mask=real)
+        x = read(x_ptr + first * K, place, some, of, count - first)
+        s = by_group(read(s_ptr + first * (K * P), at, known, token, count - first), GROUPS)
+        ds = by_group(read(ds_ptr + first * (K * P), at, known, token, count - first), GROUPS) + s * slope[None] * (x - mean)
+        write(ds_ptr + first * (K * P), ds, at, known, token, count - first)
         if BIAS:
             bias += ds
     if BIAS:

@@ -18,7 +18,9 @@ from torch import Tensor
 from dmst.kernels import plan
 from dmst.kernels.form import Form
 from dmst.kernels.fused import gate as gates
-from dmst.kernels.fused.core import MODES, PROXIMAL, attenuation, by_group, factor, group_block, held_on, places, tile, weigh
+from dmst.kernels.fused.core import (
+    MODES, PROXIMAL, attenuation, by_group, factor, group_block, held_on, places, read, rows, weigh, write,
+)  # fmt: skip
 from dmst.kernels.fused.gate import of_heads, opened
 from dmst.kernels.fused.launch import launch, op
 
@@ -28,29 +30,6 @@ def _divisor(mass, delta: tl.constexpr):
     if delta > 0:
         return mass + delta
     return tl.where(mass > 0, mass, tl.where(mass != mass, mass, 1.0))
-
-
-@triton.jit
-def _read(
-    s_ptr, weight_ptr, first, count, head, start, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, UNIFORM: tl.constexpr,
-):  # fmt: skip
-    """s (tokens, channels) and pi (tokens, groups, 1) of a tile."""
-    at, real = tile(count - first, start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
-    place, some = places(count - first, head, TOKENS, K)
-    weight = some.to(tl.float32) if UNIFORM else tl.load(weight_ptr + first * K + place, mask=some, other=0.0)
-    return tl.load(s_ptr + first * (K * P) + at, mask=real, other=0.0), weight
-
-
-@triton.jit
-def _write(
-    update_ptr, s, weight, c, first, count, start, K: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
-    at, real = tile(count - first, start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
-    update = weigh(weight, c, MODE) * by_group(s, TOKENS, GROUPS, WIDTH)
-    update = tl.reshape(update.to(update_ptr.dtype.element_ty), (TOKENS, GROUPS * WIDTH))
-    tl.store(update_ptr + first * (K * P) + at, update, mask=real)
 
 
 @triton.jit
@@ -66,6 +45,8 @@ def moments_kernel(
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.program_id(2) * GROUPS
     group, head, column, inside = group_block(GROUPS, WIDTH, PARTS, K, P, start)
+    at, known, token = rows(start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
+    place, some, of = places(head, TOKENS, K)
     row, count = sample * n + split * span, tl.minimum(span, n - split * span)
     s_ptr += row * (K * P)
     if UPDATE:
@@ -74,29 +55,29 @@ def moments_kernel(
         weight_ptr += row * K
     if not (SUM and UPDATE):
         sums_ptr += (sample * splits + split if SUM else sample) * (K * P + K)
-    of_head = (head[:, None] < K) & (group[:, None] % PARTS == 0)  # what a head has once, its first group writes
-    held, weights = (), ()
+    once = (head[:, None] < K) & (group[:, None] % PARTS == 0)  # what a head has once, its first group writes
+    held, shares = (), ()
     if SUM:
         energy, mass = tl.zeros((TOKENS, GROUPS, WIDTH), tl.float32), tl.zeros((TOKENS, GROUPS, 1), tl.float32)
-        if HELD:
-            for i in tl.static_range(HELD):
-                s, pi = _read(s_ptr, weight_ptr, i * TOKENS, count, head, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, UNIFORM)
-                held += (s,)
-                weights += (pi,)
-            for i in tl.static_range(HELD):
-                s = by_group(held[i], TOKENS, GROUPS, WIDTH)
-                energy += s * s * weights[i]
-                mass += weights[i]
-        else:
-            for first in tl.range(0, count, TOKENS, num_stages=STAGES):
-                s, pi = _read(s_ptr, weight_ptr, first, count, head, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, UNIFORM)
-                s = by_group(s, TOKENS, GROUPS, WIDTH)
+        for i in tl.static_range(HELD):
+            held += (read(s_ptr + i * TOKENS * K * P, at, known, token, count - i * TOKENS),)
+            shares += (read(weight_ptr + i * TOKENS * K, place, some, of, count - i * TOKENS),)
+        for i in tl.static_range(HELD):
+            s = by_group(held[i], GROUPS)
+            energy += s * s * shares[i]
+            mass += shares[i]
+        for first in tl.range(0, 0 if HELD else count, TOKENS, num_stages=STAGES):
+            s = by_group(read(s_ptr + first * (K * P), at, known, token, count - first), GROUPS)
+            if UNIFORM:
+                energy += s * s
+            else:
+                pi = read(weight_ptr + first * K, place, some, of, count - first)
                 energy += s * s * pi
                 mass += pi
         total, whole = tl.sum(energy, 0), tl.sum(mass, 0)
         if not UPDATE:
             tl.store(sums_ptr + column, total, mask=inside)
-            tl.store(sums_ptr + K * P + head[:, None], whole, mask=of_head)
+            tl.store(sums_ptr + K * P + head[:, None], whole, mask=once)
     else:
         total = tl.load(sums_ptr + column, mask=inside, other=0.0)
         whole = tl.load(sums_ptr + K * P + head[:, None], mask=head[:, None] < K, other=0.0)
@@ -107,21 +88,20 @@ def moments_kernel(
             pooled, every = opened(score_ptr, sample, n, tiles, scale, K, ALL, GATE, ROWS)
             gate = of_heads(every, head)[:, None]
             if split == 0:
-                tl.store(gate_ptr + sample * K + head[:, None], gate, mask=of_head)
-                tl.store(pooled_ptr + sample * K + head[:, None], of_heads(pooled, head)[:, None], mask=of_head)
+                tl.store(gate_ptr + sample * K + head[:, None], gate, mask=once)
+                tl.store(pooled_ptr + sample * K + head[:, None], of_heads(pooled, head)[:, None], mask=once)
         if split == 0:
-            tl.store(divisor_ptr + sample * K + head[:, None], whole, mask=of_head)
+            tl.store(divisor_ptr + sample * K + head[:, None], whole, mask=once)
             tl.store(moment_ptr + sample * (K * P) + column, moment, mask=inside)
         theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
         c = factor(attenuation(moment, gate), gate, theta, MODE)[None]
-        if HELD:
-            for i in tl.static_range(HELD):
-                s, pi = held_on(held[i], n), weights[i]
-                _write(update_ptr, s, pi, c, i * TOKENS, count, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, MODE)
-        else:
-            for first in tl.range(0, count, TOKENS, num_stages=STAGES):
-                s, pi = _read(s_ptr, weight_ptr, first, count, head, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, UNIFORM)
-                _write(update_ptr, s, pi, c, first, count, start, K, P, TOKENS, GROUPS, WIDTH, PARTS, MODE)
+        for i in tl.static_range(HELD):
+            update = weigh(shares[i], c, MODE) * by_group(held_on(held[i], n), GROUPS)
+            write(update_ptr + i * TOKENS * K * P, update, at, known, token, count - i * TOKENS)
+        for first in tl.range(0, 0 if HELD else count, TOKENS, num_stages=STAGES):
+            s = by_group(read(s_ptr + first * (K * P), at, known, token, count - first), GROUPS)
+            pi = read(weight_ptr + first * K, place, some, of, count - first)
+            write(update_ptr + first * (K * P), weigh(pi, c, MODE) * s, at, known, token, count - first)
 
 
 @op()
