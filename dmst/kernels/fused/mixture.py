@@ -239,7 +239,7 @@ def statistics_kernel(
         _store(pi_ptr, pi, token, count, group, K, G)
         mass += pi.to(tl.float32)
         for i in tl.static_range(PIECES):
-            s: Any = before[4][i]
+            s = tl.cast(before[4][i], projected_ptr.dtype.element_ty)
             wide = s.to(tl.float32)
             one += (before[0][i] + _dot(tl.trans(s), pi, LOW),)
             two += (before[1][i] + _dot(tl.trans(wide * wide), pi, LOW),)
