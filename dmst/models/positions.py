@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmst import tracing
+from dmst import rotary, tracing
 from dmst.kernels.casting import wide
 from dmst.one_node import OneNode
 
@@ -34,22 +34,26 @@ class FourierPosition(OneNode):
     def forward(self, z: Tensor, grid: tuple[int, int]) -> Tensor:
         rows, columns = grid
         weight = self.projection.weight
-        along_rows, along_columns = (waves(size, weight) for size in grid)
-        features = torch.cat(
-            (along_rows.unsqueeze(1).expand(-1, columns, -1), along_columns.unsqueeze(0).expand(rows, -1, -1)), -1
-        )  # (h, w, 64)
-        position = rearrange(self.projection(rearrange(features, "h w f -> 1 f h w")), "1 d h w -> 1 (h w) d")
+        features = rotary.cached(_features, rows, columns, weight.device, weight.dtype)
+        position = rearrange(self.projection(features), "1 d h w -> 1 (h w) d")
         prefix = z.shape[1] - rows * columns
         return z + (F.pad(position, (0, 0, prefix, 0)) if prefix else position)
 
 
-def waves(size: int, like: Tensor) -> Tensor:
+def _features(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(1, 64, h, w)"""
+    along_rows, along_columns = (waves(size, device, dtype) for size in (rows, columns))
+    features = torch.cat((along_rows.unsqueeze(1).expand(-1, columns, -1), along_columns.unsqueeze(0).expand(rows, -1, -1)), -1)
+    return rearrange(features, "h w f -> 1 f h w")
+
+
+def waves(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """(size, 32): sine on even, cosine on odd features of the place 1..size. Angles in float64, then cast."""
-    exact = torch.float32 if like.device.type == "mps" else torch.float64
-    place = torch.arange(1, size + 1, device=like.device, dtype=exact) / (size + 1e-6) * (2 * math.pi)
-    pair = torch.arange(FEATURES // 2, device=like.device, dtype=exact)
+    exact = torch.float32 if device.type == "mps" else torch.float64
+    place = torch.arange(1, size + 1, device=device, dtype=exact) / (size + 1e-6) * (2 * math.pi)
+    pair = torch.arange(FEATURES // 2, device=device, dtype=exact)
     angle = place.unsqueeze(-1) * 10000 ** (-2 * pair / FEATURES)
-    return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).to(like.dtype)
+    return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).to(dtype)
 
 
 class LearnedPosition(OneNode):
