@@ -60,8 +60,9 @@ class ClassAttentionBlock(OneNode):
         if not tracing.is_plain(self.qkv):
             q, k, v = self.qkv(tokens).chunk(3, -1)
             return q[:, :1], k, v
-        d = cls.shape[-1]
-        weight, bias = self.qkv.weight, self.qkv.bias
-        q = F.linear(cls, weight[:d], None if bias is None else bias[:d])
-        k, v = onednn.linear(tokens, weight[d:], None if bias is None else bias[d:]).chunk(2, -1)
+        sizes = [cls.shape[-1], 2 * cls.shape[-1]]  # split, not sliced: on the way back one tensor is written, without zeros
+        weights, bias = self.qkv.weight.split(sizes), self.qkv.bias
+        biases = (None, None) if bias is None else bias.split(sizes)
+        q = F.linear(cls, weights[0], biases[0])
+        k, v = onednn.linear(tokens, weights[1], biases[1]).chunk(2, -1)
         return q, k, v
