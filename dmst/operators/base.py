@@ -19,7 +19,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from dmst import tracing
 from dmst.errors import OptionError, ShapeError, flag, shown, unknown_name
+from dmst.kernels import compute_dtype
 from dmst.kernels.casting import autocast_is_on
 from dmst.one_node import OneNode
 
@@ -127,7 +129,27 @@ def linear(inputs: int, outputs: int, *, bias: bool = True, device: Any = None, 
 
 def scaled(weight: Tensor, bias: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor | None]:
     """A linear map whose outputs are multiplied by `scale`, one number or one per output."""
+    if tracing.is_plain_eager():
+        return _Scaled.apply(weight, bias, scale, compute_dtype(weight))
     return weight * scale.unsqueeze(-1), None if bias is None else bias * scale
+
+
+class _Scaled(torch.autograd.Function):
+    """In the dtype that products read, at once: in eager calls every product and every cast is a kernel of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, scale: Tensor, dtype: torch.dtype) -> tuple:
+        ctx.save_for_backward(weight, bias, scale)
+        made = torch.mul(weight, scale.unsqueeze(-1), out=torch.empty_like(weight, dtype=dtype))
+        return made, None if bias is None else torch.mul(bias, scale, out=torch.empty_like(bias, dtype=dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dweight: Tensor, dbias: Tensor | None) -> tuple:
+        (weight, bias, scale), asked, dscale = ctx.saved_tensors, ctx.needs_input_grad, None
+        if asked[2]:
+            dscale = (dweight * weight).sum_to_size(*scale.shape, 1).squeeze(-1)
+            dscale = dscale if bias is None else dscale + (dbias * bias).sum_to_size(scale.shape)
+        return dweight * scale.unsqueeze(-1) if asked[0] else None, dbias * scale if asked[1] else None, dscale, None
 
 
 def lineage_options(owner: type[Operator], bias: bool, options: dict[str, Any]) -> bool:
