@@ -19,6 +19,8 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+TENSORS = (torch.Tensor, nn.Parameter)
+
 
 def is_plain_eager() -> bool:
     return not (torch.compiler.is_compiling() or torch._C._is_tracing() or is_in_torch_dispatch_mode() or transformed())
@@ -89,4 +91,4 @@ def _is_plain(module: nn.Module) -> bool:
 
 def is_tensor(x: object) -> bool:
     """Whether x is a tensor of torch's own, or what stands for one while a graph is traced: no quantized or sharded one."""
-    return type(x) in (torch.Tensor, torch.nn.Parameter) or type(x).__name__ in ("FakeTensor", "FunctionalTensor")
+    return type(x) in TENSORS or type(x).__name__ in ("FakeTensor", "FunctionalTensor")
