@@ -36,7 +36,8 @@ Grads = dict[str, Tensor]
 
 def attend(z: Tensor, weights: AnyWeights, form: AnyForm, *, grid: Grid = None, dtype: torch.dtype) -> Tensor:
     """The whole layer on z (b, n, d); the two large projections run in `dtype`."""
-    z = cast(z, dtype)
+    z, subspace, out = (cast(x, dtype) for x in (z, weights.subspace, weights.out))  # here once for both passes
+    weights = weights._replace(subspace=subspace, out=out)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, *weights)):
         return _Layer.apply(z, *weights, form, grid)
     return _attempt(_forward, _plain_forward, z, weights, form, grid)[0]
@@ -88,14 +89,14 @@ def _way(form: AnyForm) -> ModuleType:
     return mixture_layer if isinstance(form, MixtureForm) else statistics_layer
 
 
-def _weight_out(weights: AnyWeights, dtype: torch.dtype) -> Tensor:
-    return (weights.subspace.mT if weights.out is None else weights.out).to(dtype)
+def _weight_out(weights: AnyWeights) -> Tensor:
+    return weights.subspace.mT if weights.out is None else weights.out
 
 
 def _forward(z: Tensor, weights: AnyWeights, form: AnyForm, grid: Grid) -> tuple[Any, ...]:
     """The output and what there is to keep."""
     update, kept = _way(form).steps(aligned(z), weights, form, grid)
-    return F.linear(update, _weight_out(weights, z.dtype), cast(weights.out_bias, z.dtype)), *kept
+    return F.linear(update, _weight_out(weights), cast(weights.out_bias, z.dtype)), *kept
 
 
 def _backward(
@@ -106,7 +107,7 @@ def _backward(
     if not kept:
         kept = way.steps(z, weights, form, grid)[1]  # the update, as large as z, is let go
     tokens_in, tokens_out = z.flatten(0, 1), dout.flatten(0, 1)
-    flow = tokens_out @ _weight_out(weights, dtype)  # G, then dS in its place
+    flow = tokens_out @ _weight_out(weights)  # G, then dS in its place
     wants_out = bool(wanted.out or (wanted.subspace and weights.out is None))
     update, dscores, dpooled, dkeys, grads = way.pull(flow, z, weights, form, grid, kept, wanted, wants_out)
     if wanted.out_bias:
@@ -117,7 +118,7 @@ def _backward(
     if wanted.subspace:
         dsubspace = flow.mT @ tokens_in
         grads["subspace"] = dsubspace + grads["out"].mT if weights.out is None else dsubspace
-    product = (flow @ weights.subspace.to(dtype)).view_as(z) if wants_z else None
+    product = (flow @ weights.subspace).view_as(z) if wants_z else None
     del flow
     name, key_weight = ("gate", weights.key) if isinstance(weights, MixtureWeights) else ("assign", None)
     scored, key = getattr(weights, name), cast(key_weight, dtype)
@@ -126,7 +127,7 @@ def _backward(
     turn = front.tables(form.rotary, z, grid)
     if getattr(wanted, name) or getattr(wanted, "key", False):
         dscored, dkey = front.into_weights(z, dscores, dpooled, dkeys, *turn)
-        grads |= {name: dscored.sum(0), "key": dkey.sum(0)}
+        grads |= {x: parts.sum(0) for x, parts in ((name, dscored), ("key", dkey)) if getattr(wanted, x, False)}
     if product is not None:
         scored, key = (None if x is None else aligned(x) for x in (scored, key))
         product = front.into_tokens(product, dscores, dpooled, scored, dkeys, key, *turn)

@@ -36,7 +36,7 @@ def steps(z: Tensor, weights: MixtureWeights, form: MixtureForm, grid: Grid) -> 
     key, key_bias = aligned(weights.key.to(z.dtype)), cast(weights.key_bias, z.dtype)
     turn = front.tables(form.rotary, z, grid)
     _, sums, keys = front.front(z, *turn, assign, None, key, key_bias, False, assign is not None)
-    projected = F.linear(z, weights.subspace.to(z.dtype))
+    projected = F.linear(z, weights.subspace)
     given = (projected, keys, _cells(z, form, grid), None if assign is None else sums, _theta(weights), form.text)
     update, centre, gate, pooled = group_update(*given)
     return update, Kept(projected, keys, centre, *((gate, pooled) if assign is not None else (None, None)))

@@ -36,7 +36,7 @@ def steps(z: Tensor, weights: Weights, form: Form, grid: Grid) -> tuple[Tensor, 
         assign, bias = aligned(weights.assign), None if weights.assign_bias is None else aligned(weights.assign_bias)
         how = (form.membership == "sigmoid", form.gate is not None)
         scores, sums, _ = front.front(z, *front.tables(form.rotary, z, grid), assign, bias, None, None, *how)
-    projected = F.linear(z, weights.subspace.to(z.dtype), cast(weights.subspace_bias, z.dtype))
+    projected = F.linear(z, weights.subspace, cast(weights.subspace_bias, z.dtype))
     membership, channel = scores, None
     if form.membership == "energy":
         assert weights.temperature is not None
