@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import custom_op, triton_op, wrap_triton
 from torch.utils.flop_counter import register_flop_formula
 
-from dmst import tracing
+from dmst import rotary, tracing
 from dmst.errors import DmstError
 from dmst.kernels.choice import interpreted
 
@@ -61,8 +61,7 @@ _made: dict[tuple, tuple[Any, list]] = {}
 
 def _start(kernel: Any, grid: tuple[int, ...], args: tuple, constants: dict[str, Any]) -> None:
     """kernel[grid](*args, **constants), less of the time that Triton takes to find what it made for a call of this kind."""
-    kinds = [_kind(x) for x in args]
-    key = (kernel.fn, torch.cuda.current_device(), *kinds, *constants.values())
+    key = (kernel.fn, torch.cuda.current_device(), *map(_kind, args), *constants.values())
     if key not in _made:
         _made[key] = kernel[grid](*args, **constants), [constants[name] for name in kernel.arg_names[len(args) :]]
         return
@@ -83,7 +82,11 @@ def total(x: Tensor) -> Tensor:
     rows = x.flatten(0, -2)
     if x.dtype != torch.bfloat16:
         return rows.sum(0, dtype=torch.float32)
-    return torch.mm(rows.new_ones(1, rows.shape[0]), rows).squeeze(0)
+    return torch.mm(rotary.cached(_ones, rows.shape[0], x.device, x.dtype), rows).squeeze(0)
+
+
+def _ones(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.ones(1, count, device=device, dtype=dtype)
 
 
 def flops(name: str, count: Callable[..., int]) -> None:
