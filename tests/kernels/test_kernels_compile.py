@@ -55,6 +55,8 @@ for module in (adjoint, energy, front, gate, mixture, moments, norm):
 def passes(name, b, n, d, k, dtype, **options):
     operator, z = dmst.operators.create(name, d, k, device="meta", **options), torch.empty(b, n, d, device="meta", dtype=dtype)
     weights = operator.weights()
+    maps = {name: x.to(dtype) for name in ("subspace", "out") if (x := getattr(weights, name)) is not None}  # as in `attend`
+    weights = weights._replace(**maps)
     out, *kept = layer._forward(z, weights, operator.form, None)
     wanted = type(weights)(*(x is not None for x in weights))
     layer._backward(z, weights, operator.form, None, torch.empty_like(out), True, wanted, kept)
@@ -63,7 +65,7 @@ def passes(name, b, n, d, k, dtype, **options):
 def norms(b, n, d, dtype):
     z, weight = torch.empty(b, n, d, device="meta"), torch.empty(d, device="meta")
     dy = norm.norm(z, weight, weight, 1e-6, dtype)
-    norm.norm_adjoint(z, weight, dy, 1e-6)
+    norm.norm_adjoint(z, weight, dy, z, 1e-6)
 
 
 with torch.no_grad():

@@ -89,14 +89,11 @@ def _way(form: AnyForm) -> ModuleType:
     return mixture_layer if isinstance(form, MixtureForm) else statistics_layer
 
 
-def _weight_out(weights: AnyWeights) -> Tensor:
-    return weights.subspace.mT if weights.out is None else weights.out
-
-
 def _forward(z: Tensor, weights: AnyWeights, form: AnyForm, grid: Grid) -> tuple[Any, ...]:
     """The output and what there is to keep."""
     update, kept = _way(form).steps(aligned(z), weights, form, grid)
-    return F.linear(update, _weight_out(weights), cast(weights.out_bias, z.dtype)), *kept
+    last = weights.subspace.mT if weights.out is None else weights.out
+    return F.linear(update, last, cast(weights.out_bias, z.dtype)), *kept
 
 
 def _backward(
@@ -107,7 +104,7 @@ def _backward(
     if not kept:
         kept = way.steps(z, weights, form, grid)[1]  # the update, as large as z, is let go
     tokens_in, tokens_out = z.flatten(0, 1), dout.flatten(0, 1)
-    flow = tokens_out @ _weight_out(weights)  # G, then dS in its place
+    flow = tokens_out @ (weights.subspace.mT if weights.out is None else weights.out)  # G, then dS in its place
     wants_out = bool(wanted.out or (wanted.subspace and weights.out is None))
     update, dscores, dpooled, dkeys, grads = way.pull(flow, z, weights, form, grid, kept, wanted, wants_out)
     if wanted.out_bias:
