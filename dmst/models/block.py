@@ -45,7 +45,7 @@ class Block(nn.Module):
 
     def attend(self, z: Tensor, grid: Grid = None) -> Tensor:
         """The first line: operator and residual."""
-        tokens = normed(self.norm, z)
+        tokens, z = normed(self.norm, z)
         if isinstance(self.operator, Unrolled) and self.residual.folds(tokens, self.operator, self.operator.out):
             return self.residual(z, self.operator(tokens, grid=grid, scale=self.residual.scale), scaled=True)
         return self.residual(z, self.operator(tokens, grid=grid))

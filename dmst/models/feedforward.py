@@ -88,7 +88,7 @@ class MlpStep(nn.Module):
         self.residual = Residual(config.dim, config.layer_scale, config.drop_path_rate, **factory)
 
     def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
-        tokens = normed(self.norm, z)
+        tokens, z = normed(self.norm, z)
         if self.residual.folds(tokens, self.mlp, self.mlp.fc2):
             return self.residual(z, self.mlp(tokens, grid, self.residual.scale), scaled=True)
         return self.residual(z, self.mlp(tokens, grid))

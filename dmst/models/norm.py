@@ -1,7 +1,8 @@
 """The norm before a step, y = norm(z), for products to read.
 
 Under autocast torch makes y in 32 bits, and the products round it in a pass of their own. Eager calls on a GPU write 16 bits at
-once (`kernels/fused/norm.py`). torch.compile joins the two passes by itself.
+once (`kernels/fused/norm.py`), and z comes back with them for the residual: so one pass adds its gradients of both.
+torch.compile joins these passes by itself.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from dmst.kernels.choice import chosen, machine_problem
 WIDEST = 2048  # channels that fit in the registers of a program
 
 
-def normed(norm: nn.Module, z: Tensor) -> Tensor:
+def normed(norm: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
+    """norm(z), and z for the residual."""
     if not _narrows(norm, z):
-        return norm(z)
+        return norm(z), z
     from dmst.kernels.fused.norm import layer_norm  # Triton is imported only where it is used
 
     return layer_norm(z, norm.weight, norm.bias, norm.eps, compute_dtype(z))

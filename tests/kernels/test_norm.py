@@ -19,7 +19,7 @@ pytestmark = needs_triton
 
 def narrow(norm: nn.Module, z: Tensor, dtype: torch.dtype = BF16) -> Tensor:
     with use_kernels("fused"), torch.autocast(DEVICE, dtype):
-        return normed(norm, z)
+        return normed(norm, z)[0]
 
 
 def made(d: int) -> nn.LayerNorm:
@@ -44,6 +44,18 @@ def test_it_is_the_norm_in_float64(shape: tuple, dtype: torch.dtype) -> None:
         assert x.dtype == torch.float32 and relative(x, y) < 2e-6
 
 
+def test_gradients_of_the_residual_are_added_to_those_of_the_norm() -> None:
+    norm, z = made(48), torch.randn(2, 35, 48, device=DEVICE, requires_grad=True)
+    dy, more = torch.randn(2, 35, 48, device=DEVICE).to(BF16), torch.randn(35, 2, 48, device=DEVICE).transpose(0, 1)
+    (alone,) = torch.autograd.grad(narrow(norm, z), z, dy)
+    with use_kernels("fused"), torch.autocast(DEVICE, BF16):
+        tokens, again = normed(norm, z)
+    assert torch.equal(again, z)
+    (both,) = torch.autograd.grad((tokens, again), z, (dy, more))
+    assert torch.equal(both, alone + more)
+    assert torch.equal(torch.autograd.grad(normed(norm, z)[1], z, more)[0], more)  # without autocast
+
+
 def test_a_broken_token_breaks_itself_alone() -> None:
     norm, z = made(40), torch.randn(2, 9, 40, device=DEVICE)
     right = narrow(norm, z)
@@ -62,12 +74,12 @@ def test_everybody_else_gets_the_norm_of_torch() -> None:
             right = other(tokens) if tokens.dtype != torch.float64 else other.double()(tokens)
         assert torch.equal(narrow(other, tokens).to(right.dtype), right)
         norm.float()
-    assert normed(norm, z).dtype == z.dtype  # without autocast
+    assert normed(norm, z)[0].dtype == z.dtype  # without autocast
     hook = norm.register_forward_hook(lambda _, __, out: heard.append(out))
     narrow(norm, z)
     hook.remove()
     with torch.autocast(DEVICE, BF16), use_kernels("reference"):
-        assert torch.equal(normed(norm, z), heard[0]) and heard[0].dtype == z.dtype
+        assert torch.equal(normed(norm, z)[0], heard[0]) and heard[0].dtype == z.dtype
 
 
 def test_a_second_derivative_is_an_error() -> None:
