@@ -19,15 +19,18 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-TENSORS = (torch.Tensor, nn.Parameter)
+TENSORS = (nn.Parameter, torch.Tensor)
 
 
 def is_plain_eager() -> bool:
-    return not (torch.compiler.is_compiling() or torch._C._is_tracing() or is_in_torch_dispatch_mode() or transformed())
+    """In one piece: a layer asks ten times, and calls cost the host time."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or is_in_torch_dispatch_mode():
+        return False
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 def traced() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 def exported() -> bool:
