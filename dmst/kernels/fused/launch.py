@@ -61,7 +61,8 @@ _made: dict[tuple, tuple[Any, list]] = {}
 
 def _start(kernel: Any, grid: tuple[int, ...], args: tuple, constants: dict[str, Any]) -> None:
     """kernel[grid](*args, **constants), less of the time that Triton takes to find what it made for a call of this kind."""
-    key = (kernel.fn, torch.cuda.current_device(), *map(_kind, args), *constants.values())
+    kinds = [x.dtype if isinstance(x, Tensor) and x.data_ptr() % 16 == 0 else _kind(x) for x in args]
+    key = (kernel.fn, torch.cuda.current_device(), *kinds, *constants.values())
     if key not in _made:
         _made[key] = kernel[grid](*args, **constants), [constants[name] for name in kernel.arg_names[len(args) :]]
         return
@@ -70,9 +71,9 @@ def _start(kernel: Any, grid: tuple[int, ...], args: tuple, constants: dict[str,
 
 
 def _kind(x: Any) -> Any:
-    """What Triton makes a kernel for: the dtype of a tensor and whether it is aligned, and of a number 1, 16 and 32 bits."""
+    """What Triton makes a kernel for, if not for the dtype of an aligned tensor: of a number 1, 16 and 32 bits."""
     if isinstance(x, Tensor):
-        return x.dtype if x.data_ptr() % 16 == 0 else (x.dtype,)
+        return (x.dtype,)  # not aligned
     return x if x is None or x == 1 else (x % 16 == 0, x < 2**31)
 
 
