@@ -20,6 +20,7 @@ from dmst.models.feedforward import Ista, LocalStep, MlpStep
 from dmst.models.positions import FourierPosition, LearnedPosition
 from dmst.models.residual import Residual
 from dmst.models.stems import STEMS, ConvStem, Gelu, PaddedConv
+from dmst.operators.base import scaled
 from tests.cases import relative
 from tests.networks import (
     F64,
@@ -175,6 +176,20 @@ def test_a_compiled_scale_goes_into_the_last_map(operator: str, monkeypatch: pyt
         listened.register_forward_hook(lambda *_: None)
     assert torch.equal(differentiate(block)["out"], usual["out"])
     assert not block.residual.folds(z.half(), block.operator, block.operator.out)
+
+
+@pytest.mark.parametrize("count", [48, 1])
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_scaled_map_is_the_product_to_the_bit(count: int, autocast: bool, biased: bool) -> None:
+    weight, bias, scale = (torch.randn(size, requires_grad=True) for size in ((48, 96), (48,), (count,)))
+    leaves, x = [weight, bias, scale] if biased else [weight, scale], torch.randn(7, 96)
+    found = []
+    for made in (scaled(weight, bias if biased else None, scale), (weight * scale.unsqueeze(-1), bias * scale)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = F.linear(x, made[0], made[1] if biased else None)
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*found, strict=True))
 
 
 def test_class_attention() -> None:
