@@ -108,7 +108,7 @@ class _Norm(torch.autograd.Function):
         z, weight, bias = ctx.saved_tensors
         with torch.no_grad():
             dz, sums = attempt(norm_adjoint, _plain_adjoint, (z, weight, aligned(dy), aligned(more), ctx.eps), z, _kind(z))
-            grads = (dz, *sums.sum(0))
+            grads = (dz, *sums.sum(0).unbind())
         return *(Once.apply(3, *grads, dy, more, z, weight, bias) if torch.is_grad_enabled() else grads), None, None
 
 
