@@ -14,6 +14,7 @@ ROWS = [
     ["words"],
     ["calibration", "errors", "photos", "provenance", "settings", "tracing", "atomic"],
     ["sparsemax", "rotary", "onednn", "terminal", "one_node"],
+    ["cells"],
     ["objective", "kernels"],
     ["operators"],
     ["models", "data"],

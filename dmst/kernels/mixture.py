@@ -30,8 +30,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst import rotary
-from dmst.errors import ShapeError, shown
+from dmst import cells, rotary
 from dmst.kernels.casting import cast, wide
 from dmst.kernels.form import GATE, Choices
 from dmst.onednn import linear
@@ -140,7 +139,7 @@ def memberships_of(keys: Tensor, form: MixtureForm, grid: Grid) -> list[Tensor]:
         if found:
             centre = found[-1].transpose(-2, -1) @ q / divisor(found[-1].sum(-2)).unsqueeze(-1)
         else:
-            centre = cell_means(n, grid, form.groups, device=q.device, dtype=q.dtype) @ q
+            centre = cells.means(n, grid, form.groups, device=q.device, dtype=q.dtype) @ q
         found.append((q @ (form.sharpness * unit(centre, form)).transpose(-2, -1)).softmax(-1))
     return found
 
@@ -209,61 +208,3 @@ def project_out(update: Tensor, weights: MixtureWeights, dtype: torch.dtype) -> 
     out = linear(rearrange(update, "b k n p -> b n (k p)").to(dtype), weight.to(dtype))
     # the bias apart: with one F.linear hands out a view, which nobody may change in place
     return out if weights.out_bias is None else out + weights.out_bias.to(dtype)
-
-
-# --- the cells of the coarse grid ------------------------------------------------------------------------------------
-
-
-def cell_means(n: int, grid: Grid, groups: int, *, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """(g, n): the matrix that takes tokens to the means of their cells."""
-    return rotary.cached(_cell_means, n, groups, *cells(n, grid, groups), device, dtype)
-
-
-def cell_of(n: int, grid: Grid, groups: int, *, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """(n): the cell of every token, -1 for tokens before the patches."""
-    return rotary.cached(_cell_of, n, groups, *cells(n, grid, groups), device, dtype)
-
-
-def _cell_means(
-    n: int, groups: int, down: int, across: int, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    cell = _cell_of(n, groups, down, across, shape, device, torch.int64)
-    inside = (cell == torch.arange(groups, device=device).unsqueeze(-1)).to(dtype)
-    return inside / inside.sum(-1, keepdim=True)
-
-
-def _cell_of(
-    n: int, groups: int, down: int, across: int, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    rows, columns = shape
-    row = torch.arange(rows, device=device) * down // rows
-    column = torch.arange(columns, device=device) * across // columns
-    cell = (row.unsqueeze(-1) * across + column).flatten()
-    return F.pad(cell.to(dtype), (n - rows * columns, 0), value=-1)
-
-
-def cells(n: int, grid: Grid, groups: int) -> tuple[int, int, tuple[int, int]]:
-    """Cells down and across, as square as they can be, and the grid that they divide; without one, runs of tokens."""
-    if n < groups:
-        raise ShapeError(
-            f"groups is {groups} and there are {n} tokens: a group starts as a cell of tokens, so groups must be at most {n}. "
-            "Take fewer groups, larger images or smaller patches."
-        )
-    if grid is None:
-        return 1, groups, (1, n)
-    sizes = (int, torch.SymInt, Tensor)  # of torch.compile and of torch.jit.trace
-    pair = isinstance(grid, tuple | list) and len(grid) == 2 and all(isinstance(side, sizes) for side in grid)
-    if not (pair and 0 < grid[0] * grid[1] <= n and min(grid) > 0):
-        raise ShapeError(f"grid is {shown(grid)}: it must be (rows, columns) of the patches among the {n} tokens in z.")
-    rows, columns = grid
-    down, across, least = 0, 0, None
-    for d in (d for d in range(1, groups + 1) if groups % d == 0):  # no min(..., key=...): torch.compile has none of such sizes
-        off = abs(d * columns - groups // d * rows)  # 0 where cells are squares
-        if (least is None or off < least) and d <= rows and groups // d <= columns:
-            down, across, least = d, groups // d, off
-    if least is None:
-        raise ShapeError(
-            f"groups is {groups}: a grid of {rows} x {columns} patches cannot be cut into {groups} cells, as many in each row "
-            f"of cells. Take groups = down x across with down at most {rows} and across at most {columns}, or larger images."
-        )
-    return down, across, (rows, columns)

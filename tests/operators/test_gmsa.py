@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dmst import create_model, load_model, objective, save_model
+from dmst import cells, create_model, load_model, objective, save_model
 from dmst.analysis.certificates import certificate_of
 from dmst.errors import OptionError, ShapeError, UnknownNameError
-from dmst.kernels.mixture import cell_means
 from dmst.operators import GMSA, create
 from dmst.operators.base import Parts
 from tests.cases import MODES, build, gradients, off, relative, tokens
@@ -201,7 +200,7 @@ def test_tokens_inside_a_cell_may_change_places(options: dict) -> None:
 
 
 def means(n: int, grid: tuple | None, groups: int) -> Tensor:
-    return cell_means(n, grid, groups, device=torch.device("cpu"), dtype=F64)
+    return cells.means(n, grid, groups, device=torch.device("cpu"), dtype=F64)
 
 
 @pytest.mark.parametrize("before", [0, 1, 5])

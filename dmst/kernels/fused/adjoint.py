@@ -8,9 +8,9 @@
               dscores = pi (1 - pi) dpi for a sigmoid, else dpi itself (TSSA)
               update = f s once more, for the gradient of the output weight, since s is at hand
 
-One program takes both sweeps where a sample is not split, and holds a short one in registers (`moments.py`). Otherwise the first
-leaves partial sums, which are added up between. dS is written over G. Where a product goes into a sum it is written whether it is
-rounded before: otherwise the compiler chooses, and may choose another way in a kernel that also writes the update.
+One program takes both sweeps where a sample is not split, and holds a short one in registers (`moments.py`). Otherwise the
+first leaves partial sums, which are added up between. dS is written over G. Where a product goes into a sum it is written
+whether it is rounded before: else the compiler chooses, and may choose another way in a kernel that also writes the update.
 """
 
 from __future__ import annotations
@@ -22,19 +22,9 @@ from torch import Tensor
 
 from dmst.kernels import plan
 from dmst.kernels.form import Form
-from dmst.kernels.fused.core import (
-    LISTING, MODES, PROXIMAL, attenuation, by_group, factor, group_block, held_on, places, read, rounded, rows, weigh, write,
-)  # fmt: skip
+from dmst.kernels.fused.core import LISTING, MODES, PROXIMAL, attenuation, factor, rounded, weigh
 from dmst.kernels.fused.launch import launch, op
-
-
-@triton.jit
-def _share(share, grad, s, pi, c, MODE: tl.constexpr):
-    q = grad * s
-    if MODE == PROXIMAL:
-        damp = 1.0 + rounded(pi * c)
-        q = q / (damp * damp)
-    return tl.fma(pi, q, share)
+from dmst.kernels.fused.tiles import by_group, group_block, held_on, places, read, rows, write
 
 
 @triton.jit
@@ -61,8 +51,7 @@ def adjoint_kernel(
     SUM: tl.constexpr, PULL: tl.constexpr, BIAS: tl.constexpr, UPDATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`SUM` alone leaves rows of A, `PULL` alone reads what they sum to. What is of a head is left by group."""
-    sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start = tl.program_id(2) * GROUPS
+    sample, split, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * GROUPS
     group, head, column, inside = group_block(GROUPS, WIDTH, PARTS, K, P, start)
     at, known, token = rows(start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
     place, some, of = places(head, TOKENS, K)
@@ -87,13 +76,19 @@ def adjoint_kernel(
         for i in tl.static_range(HELD):
             grads += (read(grad_ptr + i * TOKENS * K * P, at, known, token, count - i * TOKENS),)
             held += (read(s_ptr + i * TOKENS * K * P, at, known, token, count - i * TOKENS),)
-        for i in tl.static_range(HELD):
-            pi = read(membership_ptr + i * TOKENS * K, place, some, of, count - i * TOKENS)
-            share = _share(share, by_group(grads[i], GROUPS), by_group(held[i], GROUPS), pi, c, MODE)
-        for first in tl.range(0, 0 if HELD else count, TOKENS, num_stages=STAGES):
-            grad = by_group(read(grad_ptr + first * (K * P), at, known, token, count - first), GROUPS)
-            s = by_group(read(s_ptr + first * (K * P), at, known, token, count - first), GROUPS)
-            share = _share(share, grad, s, read(membership_ptr + first * K, place, some, of, count - first), c, MODE)
+        for first in tl.range(0, 1 if HELD else count, TOKENS, num_stages=STAGES):
+            for i in tl.static_range(max(HELD, 1)):
+                left = count - first - i * TOKENS
+                if HELD:
+                    q = by_group(grads[i], GROUPS) * by_group(held[i], GROUPS)
+                else:
+                    q = by_group(read(grad_ptr + first * (K * P), at, known, token, left), GROUPS)
+                    q *= by_group(read(s_ptr + first * (K * P), at, known, token, left), GROUPS)
+                pi = read(membership_ptr + (first + i * TOKENS) * K, place, some, of, left)
+                if MODE == PROXIMAL:
+                    damp = 1.0 + rounded(pi * c)
+                    q = q / (damp * damp)
+                share = tl.fma(pi, q, share)
         total = tl.sum(share, 0)
         if not PULL:
             tl.store(part_ptr + place_of_row + column, total, mask=inside)

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dmst.kernels.form import Form
-from dmst.kernels.fused.core import by_group, group_block, places, read, rows, write
 from dmst.kernels.fused.launch import launch, op
 from dmst.kernels.fused.moments import energies, sweep_of
+from dmst.kernels.fused.tiles import by_group, group_block, places, read, rows, write
 from dmst.kernels.plan import over, power_of_two
 
 
@@ -51,8 +51,7 @@ def energy_adjoint_kernel(
     K: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
     NORMALIZE: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start = tl.program_id(2) * GROUPS
+    sample, split, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * GROUPS
     _, head, column, inside = group_block(GROUPS, WIDTH, PARTS, K, P, start)
     at, known, token = rows(start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
     place, some, of = places(head, TOKENS, K)

@@ -28,9 +28,8 @@ from dmst.kernels.choice import AnyForm, AnyWeights, reference_of
 from dmst.kernels.form import Weights
 from dmst.kernels.fused import front, mixture_layer, statistics_layer
 from dmst.kernels.fused.launch import Once, total
-from dmst.kernels.mixture import MixtureForm, MixtureWeights
+from dmst.kernels.mixture import Grid, MixtureForm, MixtureWeights
 
-Grid = tuple[int, int] | None
 Grads = dict[str, Tensor]
 
 

@@ -172,13 +172,6 @@ def _strengths(gate, theta_ptr, K: tl.constexpr, THETAS: tl.constexpr, MODE: tl.
     return w, gate if MODE == LISTING else theta * w, theta
 
 
-@triton.jit
-def _gate(gate_ptr, GATED: tl.constexpr):
-    if GATED:
-        return tl.load(gate_ptr + tl.program_id(0))
-    return 1.0
-
-
 # --- sweeps ----------------------------------------------------------------------------------------------------------
 
 
@@ -321,7 +314,7 @@ def implicit_kernel(
     projected_ptr += place * P
     dupdate_ptr += place * P
     pi_ptr += place * G
-    w, t, _ = _strengths(_gate(gate_ptr, GATED), theta_ptr, K, THETAS, MODE)
+    w, t, _ = _strengths(tl.load(gate_ptr + tl.program_id(0)) if GATED else 1.0, theta_ptr, K, THETAS, MODE)
     into_a, into_low = _pulls(sums_ptr, w, t, group, channel, G, P, ROW, WIDTH, PIECES, LOW)
     beta, alpha = (), ()
     for _ in tl.static_range(PIECES):
@@ -363,7 +356,7 @@ def pull_kernel(
     keys_ptr += place * R
     pi_ptr += place * G
     dq_ptr += place * R
-    gate = _gate(gate_ptr, GATED)
+    gate = tl.load(gate_ptr + tl.program_id(0)) if GATED else 1.0
     w, t, theta = _strengths(gate, theta_ptr, K, THETAS, MODE)
     centre, _ = _centres(centre_ptr, group, key, G, R)
     constant, dw, dt = tl.zeros((GROUPS,), tl.float32), 0.0, 0.0

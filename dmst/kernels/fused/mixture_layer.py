@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmst.kernels import mixture
+from dmst import cells
 from dmst.kernels.casting import aligned, cast
 from dmst.kernels.fused import front
 from dmst.kernels.fused.gate import gate_adjoint
@@ -47,7 +47,7 @@ def _theta(weights: MixtureWeights) -> Tensor | None:
 
 
 def _cells(z: Tensor, form: MixtureForm, grid: Grid) -> Tensor:
-    return mixture.cell_of(z.shape[-2], grid, form.groups, device=z.device, dtype=torch.int32)
+    return cells.index(z.shape[-2], grid, form.groups, device=z.device, dtype=torch.int32)
 
 
 def pull(

@@ -18,11 +18,10 @@ from torch import Tensor
 from dmst.kernels import plan
 from dmst.kernels.form import Form
 from dmst.kernels.fused import gate as gates
-from dmst.kernels.fused.core import (
-    MODES, PROXIMAL, attenuation, by_group, factor, group_block, held_on, places, read, rows, weigh, write,
-)  # fmt: skip
+from dmst.kernels.fused.core import MODES, PROXIMAL, attenuation, factor, weigh
 from dmst.kernels.fused.gate import of_heads, opened
 from dmst.kernels.fused.launch import launch, op
+from dmst.kernels.fused.tiles import by_group, group_block, held_on, places, read, rows, write
 
 
 @triton.jit
@@ -42,8 +41,7 @@ def moments_kernel(
     ALL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`SUM` alone leaves rows of energy and mass (`UNIFORM`: of pi = 1); `UPDATE` alone reads what they sum to."""
-    sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start = tl.program_id(2) * GROUPS
+    sample, split, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * GROUPS
     group, head, column, inside = group_block(GROUPS, WIDTH, PARTS, K, P, start)
     at, known, token = rows(start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
     place, some, of = places(head, TOKENS, K)
@@ -68,12 +66,10 @@ def moments_kernel(
             mass += shares[i]
         for first in tl.range(0, 0 if HELD else count, TOKENS, num_stages=STAGES):
             s = by_group(read(s_ptr + first * (K * P), at, known, token, count - first), GROUPS)
-            if UNIFORM:
-                energy += s * s
-            else:
-                pi = read(weight_ptr + first * K, place, some, of, count - first)
-                energy += s * s * pi
-                mass += pi
+            left = some & (of < count - first)
+            pi = left.to(tl.float32) if UNIFORM else tl.load(weight_ptr + first * K + place, mask=left, other=0.0)
+            energy += s * s * pi
+            mass += pi
         total, whole = tl.sum(energy, 0), tl.sum(mass, 0)
         if not UPDATE:
             tl.store(sums_ptr + column, total, mask=inside)
@@ -111,8 +107,7 @@ def settle(
     """Of projected (b, n, k p), membership (b, n, k) and, for a gate, sums of scores (b, tiles, k): update (b, n, k p), T
     (b, k, p) and its divisor (b, k), the gate and the pooled scores (b, k), which are empty where there is none."""
     told, update, (b, _, d) = Form.read(form), torch.empty_like(projected), projected.shape
-    k = told.num_heads
-    gated = (b if scores is not None else 0, k)
+    k, gated = told.num_heads, (b if scores is not None else 0, told.num_heads)
     sizes = (b, k, d // k), (b, k), gated, gated
     moment, divisor, gate, pooled = (torch.empty(size, device=projected.device, dtype=torch.float32) for size in sizes)
     found = _rows(projected, membership, told) if sweep_of(projected, told).splits > 1 else None
@@ -128,10 +123,10 @@ def energies(projected: Tensor, weight: Tensor | None, form: Form) -> Tensor:
 
 def _rows(projected: Tensor, weight: Tensor | None, form: Form) -> Tensor:
     """Energies and masses, (b, k p + k)."""
-    b, _, d = projected.shape
-    rows = torch.empty(b, sweep_of(projected, form).splits, d + form.num_heads, device=projected.device, dtype=torch.float32)
-    _launch(projected, weight, None, None, rows, None, form)
-    return rows.sum(1)
+    (b, _, d), splits = projected.shape, sweep_of(projected, form).splits
+    found = torch.empty(b, splits, d + form.num_heads, device=projected.device, dtype=torch.float32)
+    _launch(projected, weight, None, None, found, None, form)
+    return found.sum(1)
 
 
 def sweep_of(projected: Tensor, form: Form) -> plan.Sweep:
