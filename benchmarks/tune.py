@@ -71,7 +71,7 @@ def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cud
     share, gate, sums = draw(b, k, like=f32), draw(b, k, like=f32).square(), draw(b, 1, k, like=f32)
     moment, divisor = draw(b, k, d // k, like=f32).square(), gate + 1
     cell, pi = torch.arange(n, device=device, dtype=torch.int32) * GROUPS // n, narrow.sigmoid()
-    centre = draw(b * k, GROUPS, KEY + 1, like=f32).abs() + 1
+    centre = draw(b * k, KEY + 1, GROUPS, like=f32).abs() + 1
     far = [x.view(1, -1, x.shape[-1]) for x in (other, z, pi)]
     wide, weight, bias = draw(b, n, d, like=f32), draw(d, like=f32), draw(d, like=f32)
     return {

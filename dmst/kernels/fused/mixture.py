@@ -81,18 +81,18 @@ def _store(ptr, value, token, count, channel, K: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def _row(ptr, first, group, channel, G: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """SIZE numbers of this image and head from `first` on, (channels, groups), from a tensor (images heads, g, WIDTH)."""
+    """SIZE numbers of this image and head from `first` on, (channels, groups), from a tensor (images heads, WIDTH, g)."""
     here = (group[None, :] < G) & (channel[:, None] < SIZE)
-    row = tl.program_id(0).to(tl.int64) * G + group[None, :]
-    return tl.load(ptr + row * WIDTH + first + channel[:, None], mask=here, other=0.0)
+    row = tl.program_id(0).to(tl.int64) * WIDTH + first + channel[:, None]
+    return tl.load(ptr + row * G + group[None, :], mask=here, other=0.0)
 
 
 @triton.jit
 def _leave(ptr, value, first, group, channel, G: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """The same of this program, into a tensor (images heads, splits, g, WIDTH)."""
+    """The same of this program, into a tensor (images heads, splits, WIDTH, g)."""
     here = (group[None, :] < G) & (channel[:, None] < SIZE)
     part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(ptr + (part * G + group[None, :]) * WIDTH + first + channel[:, None], value, mask=here)
+    tl.store(ptr + (part * WIDTH + first + channel[:, None]) * G + group[None, :], value, mask=here)
 
 
 @triton.jit
@@ -470,7 +470,7 @@ class _Sweeps:
 
     def room(self, like: Tensor, width: int) -> Tensor:
         """For a row of sums of every program."""
-        return torch.empty(self.rows, self.cut.splits, self.groups, width, device=like.device, dtype=torch.float32)
+        return torch.empty(self.rows, self.cut.splits, width, self.groups, device=like.device, dtype=torch.float32)
 
 
 def _padded(size: int) -> int:
@@ -486,7 +486,7 @@ def group_update(
     projected: Tensor, keys: Tensor, cell: Tensor, scores: Tensor | None, theta: Tensor | None, form: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`cell`: of each token, -1 before the patches; `scores`: sums (b, tiles, k), for a gate. Update, sums of the keys of each
-    cell and its size (b heads, g, r + 1), gate and pooled scores (b, k), which are empty where there is none."""
+    cell and its size (b heads, r + 1, g), gate and pooled scores (b, k), which are empty where there is none."""
     told, (b, n, d) = MixtureForm.read(form), projected.shape
     sweeps, heads, update = _Sweeps("groups", projected, keys, theta, told), told.num_heads, torch.empty_like(projected)
     gate, pooled = (cell.new_empty(b if scores is not None else 0, heads, dtype=torch.float32) for _ in range(2))

@@ -26,7 +26,7 @@ class Kept(NamedTuple):
 
     projected: Tensor  # (b, n, k p)
     keys: Tensor  # (b, n, k r)
-    centre: Tensor  # (b k, g, r + 1), sums of the keys of each cell, and its size
+    centre: Tensor  # (b k, r + 1, g), sums of the keys of each cell, and its size
     gate: Tensor | None  # (b, k)
     pooled: Tensor | None  # (b, k)
 
