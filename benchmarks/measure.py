@@ -8,8 +8,8 @@ A step is a function of the number of an input set and returns tensors; the last
 
 Parity: what the timed calls computed is compared with float64. A row that fails has no time.
 
-Processes that name the same file by `--beside` compile and check beside each other, and wait while one of them times.
-With `--add` they fill the same `--json`.
+Processes that name the same file by `--beside` compile beside each other, time one after the other, and then check beside
+each other. With `--add` they fill the same `--json`.
 """
 
 from __future__ import annotations
@@ -158,46 +158,42 @@ def on_cpu(step: Step) -> Timed:
     return Timed(times, last)
 
 
-TIMERS = {"queued": queued, "recorded": recorded, "graph": graph}
+TIMERS = {"queued": queued, "recorded": recorded, "graph": graph, "cpu": on_cpu}
 
 
 def timer(device: torch.device, name: str) -> Callable[[Step], Timed]:
-    if device.type == "cpu":
-        return on_cpu
-
-    def timed(step: Step) -> Timed:
-        step(0)  # compiles
-        with alone():
-            return TIMERS[name](step)
-
-    return timed
+    return TIMERS[name if device.type == "cuda" else "cpu"]
 
 
-_shared: list[Any] = []  # the file that `--beside` names
+_shared: list[Any] = []  # two files: who holds the first works, who holds the second has yet to time
 
 
 def share_device(path: Path) -> None:
     """From here on this process works only while no other one is `alone`."""
-    _shared.append(path.open("a"))
-    fcntl.flock(_shared[0], fcntl.LOCK_SH)
+    _shared.extend(each.open("a") for each in (path, path.with_suffix(".todo")))
+    for file in _shared:
+        fcntl.flock(file, fcntl.LOCK_SH)
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Inside, the others wait. Their memory stays theirs, so what is not in use is given back first."""
+    """Inside, the others wait; afterwards this one waits until all have timed, since what follows are checks. Memory that is
+    not in use is given back first."""
     if not _shared:
         yield
         return
+    work, todo = _shared
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    fcntl.flock(_shared[0], fcntl.LOCK_UN)  # else two that wait for each other's share would wait for ever
-    fcntl.flock(_shared[0], fcntl.LOCK_EX)
+    fcntl.flock(work, fcntl.LOCK_UN)  # else two that wait for each other's share would wait for ever
+    fcntl.flock(work, fcntl.LOCK_EX)
     try:
         yield
     finally:
-        fcntl.flock(_shared[0], fcntl.LOCK_SH)
+        for file, how in ((work, fcntl.LOCK_UN), (todo, fcntl.LOCK_EX), (todo, fcntl.LOCK_UN), (work, fcntl.LOCK_SH)):
+            fcntl.flock(file, how)
 
 
 def compiled(call: Any, mode: str | None = None) -> Any:
@@ -300,6 +296,8 @@ def train(call: Call, parameters: Sequence[Tensor], z: Tensor, grad: Tensor) -> 
 def attempting(row: Row) -> Iterator[None]:
     """Whatever goes wrong inside is the row's `failure`; so is a fused kernel that fell back to plain torch."""
     anew()
+    for file in _shared[1:]:
+        fcntl.flock(file, fcntl.LOCK_SH)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)

@@ -184,24 +184,33 @@ def fill_row(row: measure.Row, device: torch.device, dtype: torch.dtype) -> None
     call = measure.compiled(model, compiler) if compiler else model
 
     parameters = list(model.parameters())
-    model.train()  # compiled before anything is timed: what shares the device waits once
-    first = train(call, parameters, images[0], torch.zeros(batch, dtype=torch.long, device=device), dtype)
-    classes = first[0].shape[1]
-    del first
-    model.eval()
-    inference = measure.timer(device, at_inference)(lambda turn: infer(call, images[turn], dtype))
-    if ours and not logits_passed(row, model, inference.last, images[0], dtype):
-        return
+    classes = model.get_classifier().out_features  # type: ignore[operator]
     labels = [torch.randint(classes, (batch,), device=device, generator=chance) for _ in range(measure.SETS)]
-    model.train()
     if ours:
-        labels[0] = clear(model, images[0], labels[0], dtype)  # the first set is judged
+        labels[0] = clear(model.train(), images[0], labels[0], dtype)  # the first set is judged
+
+    def inferred(turn: int) -> Results:
+        return infer(call, images[turn], dtype)
 
     def step(turn: int) -> Results:
         return train(call, parameters, images[turn], labels[turn], dtype)
 
-    training = measure.timer(device, at_training)(step)
+    model.train()
+    step(0)  # compiles, as the next line does, before anything is timed
+    model.eval()
+    inferred(0)
+    with measure.alone():
+        inference = measure.timer(device, at_inference)(inferred)
+        buffers = [x.clone() for x in model.buffers()]  # batch norms will have moved on
+        model.train()
+        training = measure.timer(device, at_training)(step)
     peak = measure.peak_mb(step) if mode != "recorded" else None
+    model.eval()
+    for buffer, value in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(value)
+    if ours and not logits_passed(row, model, inference.last, images[0], dtype):
+        return
+    model.train()
     if ours and not gradients_passed(row, model, training.last, images[0], labels[0], dtype):
         return
     row |= {"inference": 1e3 * batch / inference.median, "training": 1e3 * batch / training.median, "peak_mb": peak}

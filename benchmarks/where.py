@@ -39,11 +39,9 @@ def told(step: Callable[[int], object], device: torch.device, rows: int) -> list
         return 1e3 * (time.perf_counter() - begun) / CALLS
 
     run()
-    with measure.alone():
+    by_clock = run()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
         run()
-        by_clock = run()
-        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
-            run()
     found = [
         (1e-3 * (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / CALLS, each.count / CALLS, each.key)
         for each in seen.key_averages()
@@ -89,7 +87,8 @@ def main() -> None:
             step(0)
         for name, step in steps.items():
             model.train(name == "training")
-            lines = told(step, device, ask.rows)
+            with measure.alone():
+                lines = told(step, device, ask.rows)
             print(
                 f"\n{what}, {mode}, {name}, {ask.batch} images of {ask.pixels} pixels, {ask.dtype}",
                 *lines,
