@@ -87,7 +87,7 @@ def calls(b: int, n: int, d: int, k: int, dtype: torch.dtype, device: str = "cud
         "adjoint held": lambda: adjoint.pull(other, z, pi, moment, gate, divisor, None, text, False, True),
         "groups": lambda: mixture.group_update(z, keys, cell, sums, None, mixed),
         "groups back": lambda: mixture.group_adjoint(z, keys, cell, centre, gate, None, other, mixed, True),
-        "norm": lambda: (norm.norm(wide, weight, bias, 1e-6, dtype), *norm.norm_adjoint(wide, weight, other, 1e-6)),
+        "norm": lambda: (norm.norm(wide, weight, bias, 1e-6, dtype), *norm.norm_adjoint(wide, weight, other, wide, 1e-6)),
     }
 
 
