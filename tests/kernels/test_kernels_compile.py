@@ -75,6 +75,7 @@ CASES = {
     "the family": [
         "passes('dmsa', 64, 197, 384, 8, low, membership_bias=True)",
         "passes('dmsa', 1, 4096, 384, 8, low, mode='proximal')",
+        "passes('dmsa', 1, 1, 48, 1, low)",  # a size of 1 is a constant
         "passes('dmsa', 64, 197, 100, 2, wide, mode='equation', rotary='none', gate_activation='gelu')",
         "passes('tssa', 64, 197, 384, 8, low, position_scores='1d')",
         "passes('tssa', 1, 4096, 96, 4, wide, normalize_tokens=False)",

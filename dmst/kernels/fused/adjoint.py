@@ -120,7 +120,7 @@ def adjoint_kernel(
             for i in tl.static_range(max(HELD, 1)):
                 left = count - first - i * TOKENS
                 if HELD:
-                    grad, s = by_group(held_on(grads[i], n), GROUPS), by_group(held_on(held[i], n), GROUPS)
+                    grad, s = by_group(held_on(grads[i], count), GROUPS), by_group(held_on(held[i], count), GROUPS)
                 else:
                     grad = by_group(read(grad_ptr + first * (K * P), at, known, token, left), GROUPS)
                     s = by_group(read(s_ptr + first * (K * P), at, known, token, left), GROUPS)

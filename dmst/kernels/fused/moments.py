@@ -92,7 +92,7 @@ def moments_kernel(
         theta = tl.load(theta_ptr).to(tl.float32) if MODE == PROXIMAL else 1.0
         c = factor(attenuation(moment, gate), gate, theta, MODE)[None]
         for i in tl.static_range(HELD):
-            update = weigh(shares[i], c, MODE) * by_group(held_on(held[i], n), GROUPS)
+            update = weigh(shares[i], c, MODE) * by_group(held_on(held[i], count), GROUPS)
             write(update_ptr + i * TOKENS * K * P, update, at, known, token, count - i * TOKENS)
         for first in tl.range(0, 0 if HELD else count, TOKENS, num_stages=STAGES):
             s = by_group(read(s_ptr + first * (K * P), at, known, token, count - first), GROUPS)

@@ -67,9 +67,9 @@ def by_group(x, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def held_on(x, n):
+def held_on(x, count):
     """x in 16 bits, to be widened anew: else the compiler keeps what it was widened to before, in twice the registers. It does
-    not know that n >= 0, so that nothing changes."""
+    not know that count >= 0, so that nothing changes."""
     if COMPILED and x.dtype.primitive_bitwidth == 16:
-        return tl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [x, (n >> 31).to(tl.int16)], x.dtype, True, 2)
+        return tl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [x, (count >> 31).to(tl.int16)], x.dtype, True, 2)
     return x
