@@ -35,14 +35,23 @@ check)
   (grep -hE "^(FAILED|ERROR|E  )" "$logs"/tests-* | sort | uniq -c; tail -qn 1 "$logs"/tests-*) | tee "$out/tests.txt"
   ;;
 models)
-  limited 400 models python3 benchmarks/models.py --json "$out/models.json" --sizes 224 --limit 360
-  limited 190 more python3 benchmarks/models.py --json "$out/models.json" --sizes 512 1024 --modes graph --add --limit 165
-  cat "$logs"/{models,more}
+  for what in vit_small vit_small:dmsa dmst_small gmst_small tost_small timm:vit_small_patch16_224 timm:xcit_small_12_p16_224; do
+    (
+      beside=(--add --beside "$logs/device" --json "$out/models.json" --only "$what")
+      limited 400 "$what-224" python3 benchmarks/models.py "${beside[@]}" --sizes 224
+      limited 150 "$what-more" python3 benchmarks/models.py "${beside[@]}" --sizes 512 1024 --modes graph
+    ) &
+  done
+  wait
+  grep -h " s  " "$logs"/*-224 "$logs"/*-more
   ;;
 layers)
   limited 90 tokens python3 benchmarks/operators.py --json "$out/tokens.json" --only dmsa gmsa --modes graph eager \
     --shapes 1x65536 1x131072 1x262144 1x524288 1x1048576
-  limited 400 operators python3 benchmarks/operators.py --json "$out/operators.json" --limit 380
-  cat "$logs"/{tokens,operators}
+  for what in floor dmsa gmsa gmsa_proximal tssa sdpa_p48 sdpa_p64 xca mssa tssa_published listing; do
+    limited 400 "$what" python3 benchmarks/operators.py --add --beside "$logs/device" --json "$out/operators.json" --only "$what" &
+  done
+  wait
+  grep -h " s  " "$logs"/*
   ;;
 esac
