@@ -45,7 +45,7 @@ USUAL: Row = {  # "keys": the same kernel with GMSA's keys
     "settle": Cut(32, 256, 0, 4, 3),
     "settle held": Cut(16, 64, 0, 4, 1),
     "adjoint": Cut(16, 256, 0, 8, 1),
-    "adjoint held": Cut(16, 64, 0, 4, 1),
+    "adjoint held": Cut(32, 64, 0, 8, 1),
     "groups": Cut(32, 0, 0, 1, 1),
     "groups back": Cut(32, 0, 0, 2, 1),
     "norm": Cut(4, 512, 0, 4, 1),
@@ -144,15 +144,15 @@ class Sweep(NamedTuple):
 def sweep(kernel: str, b: int, n: int, k: int, p: int, dtype: torch.dtype) -> Sweep:
     """A short sample is held in registers. With enough samples a program takes all tokens of its own, else they are split."""
     width, parts = pieces_of(p)
-    tile, size = cut(f"{kernel} held", k * p, dtype), next((size for size in HELD if n <= size), 0)
-    held = bool(size) and dtype.itemsize == 2 and width <= tile.channels
+    tile, fits = cut(f"{kernel} held", k * p, dtype), dtype.itemsize == 2
+    held = next((size for size in HELD if fits and width <= tile.channels and n <= size), 0)
     if not held:
         tile = cut(kernel, k * p, dtype)
     groups = max(1, min(power_of_two(k * parts), tile.channels // width))
     tokens, blocks = max(1, tile.tokens * tile.channels // (groups * width)), over(k * parts, groups)
     block = {"GROUPS": groups, "WIDTH": width, "PARTS": parts, "TOKENS": tokens}
     if held:
-        return Sweep(block, blocks, 1, n, tile.warps, tile.stages, over(size, tokens))
+        return Sweep(block, blocks, 1, n, tile.warps, tile.stages, over(held, tokens))
     return Sweep(block, blocks, *_split(b * blocks, n, tokens, tile.warps), tile.warps, tile.stages)
 
 
