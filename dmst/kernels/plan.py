@@ -64,13 +64,16 @@ WIDE: Row = USUAL | {
 TABLE: dict[tuple[tuple[int, int], int, torch.dtype], Row] = {
     ((9, 0), 384, torch.bfloat16): USUAL
     | {  # NVIDIA H200, 8 heads: good at 256x197 and at 4x16384
-        "front": Cut(64, 64, 0, 4, 2),
+        "front": Cut(32, 64, 0, 2, 3),
         "front keys": Cut(64, 64, 128, 4, 3),
         "into_weights keys": Cut(32, 128, 128, 4, 2),
-        "settle": Cut(16, 128, 0, 2, 3),
-        "adjoint": Cut(8, 256, 0, 2, 2),
+        "settle": Cut(16, 128, 0, 4, 3),
+        "adjoint": Cut(8, 128, 0, 2, 2),
         "groups": Cut(16, 0, 0, 1, 2),
         "groups back": Cut(32, 0, 0, 1, 2),
+        "settle held": Cut(32, 64, 0, 4, 1),
+        "adjoint held": Cut(32, 64, 0, 8, 1),
+        "norm": Cut(4, 512, 0, 2, 1),
     },
 }
 
