@@ -143,7 +143,7 @@ WRITES = {
     "centres_kernel": "centre_ptr",
     "statistics_kernel": "pi_ptr sums_ptr",
     "update_kernel": "update_ptr gate_ptr pooled_ptr",
-    "spread_kernel": "dkeys_ptr",
+    "spread_kernel": "dkeys_ptr sums_ptr",
 }
 
 

@@ -320,10 +320,6 @@ def into_weights(
     return dassign, dkey
 
 
-def _rows(*shapes: Any) -> int:
-    return sum(shape[0] for shape in shapes if shape is not None)
-
-
-flops("front", lambda z, turn, step, assign, bias, key, *_: 2 * math.prod(z) * _rows(assign, key))
-flops("into_tokens", lambda product, dl, dp, assign, dq, key, *_: 2 * math.prod(product) * _rows(assign, key))
+flops("front", lambda z, turn, step, assign, bias, key, *_: 2 * math.prod(z) * sum(x[0] for x in (assign, key) if x))
+flops("into_tokens", lambda z, dl, dp, assign, dq, key, *_: 2 * math.prod(z) * sum(x[0] for x in (assign, key) if x))
 flops("into_weights", lambda z, dl, dp, dq, *_: 2 * math.prod(z) * ((dl or dp or [0])[-1] + (dq or [0])[-1]))

@@ -25,12 +25,13 @@ from torch.nn import functional as F
 from dmst.kernels.attempt import attempt
 from dmst.kernels.casting import aligned, cast, without_autocast
 from dmst.kernels.choice import AnyForm, AnyWeights, reference_of
-from dmst.kernels.form import Weights
+from dmst.kernels.form import Form, Weights
 from dmst.kernels.fused import front, mixture_layer, statistics_layer
 from dmst.kernels.fused.launch import Once, total
 from dmst.kernels.mixture import Grid, MixtureForm, MixtureWeights
 
 Grads = dict[str, Tensor]
+WAYS: dict[type, ModuleType] = {Form: statistics_layer, MixtureForm: mixture_layer}
 
 
 def attend(z: Tensor, weights: AnyWeights, form: AnyForm, *, grid: Grid = None, dtype: torch.dtype) -> Tensor:
@@ -84,13 +85,9 @@ def _like(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
     return grad if grad.shape == weight.shape else grad.reshape(weight.shape)
 
 
-def _way(form: AnyForm) -> ModuleType:
-    return mixture_layer if isinstance(form, MixtureForm) else statistics_layer
-
-
 def _forward(z: Tensor, weights: AnyWeights, form: AnyForm, grid: Grid) -> tuple[Any, ...]:
     """The output and what there is to keep."""
-    update, kept = _way(form).steps(aligned(z), weights, form, grid)
+    update, kept = WAYS[type(form)].steps(aligned(z), weights, form, grid)
     last = weights.subspace.mT if weights.out is None else weights.out
     return F.linear(update, last, cast(weights.out_bias, z.dtype)), *kept
 
@@ -99,7 +96,7 @@ def _backward(
     z: Tensor, weights: AnyWeights, form: AnyForm, grid: Grid, dout: Tensor, wants_z: bool, wanted: Any, kept: Sequence[Any]
 ) -> tuple[Tensor | None, Grads]:
     """dz, and gradients by the names of the weights."""
-    z, dout, dtype, way = aligned(z), aligned(cast(dout, z.dtype)), z.dtype, _way(form)
+    z, dout, dtype, way = aligned(z), aligned(cast(dout, z.dtype)), z.dtype, WAYS[type(form)]
     if not kept:
         kept = way.steps(z, weights, form, grid)[1]  # the update, as large as z, is let go
     tokens_in, tokens_out = z.flatten(0, 1), dout.flatten(0, 1)

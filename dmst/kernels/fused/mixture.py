@@ -427,10 +427,11 @@ def pull_kernel(
 
 @triton.jit
 def spread_kernel(
-    dq_ptr, centre_ptr, dcentre_ptr, cell_ptr, dkeys_ptr, n, span,
+    dq_ptr, centre_ptr, dcentre_ptr, cell_ptr, dkeys_ptr, sums_ptr, n, span,
     K: tl.constexpr, R: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
     GROUPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """And their sum over the tokens of this program, before they are rounded: its terms cancel."""
     key, group = tl.arange(0, KEYS), tl.arange(0, GROUPS)
     place, count = _place(n, span, K)
     dq_ptr += place * R
@@ -438,10 +439,14 @@ def spread_kernel(
     cell_ptr += tl.program_id(1) * span
     _, per_size = _centres(centre_ptr, group, key, G, R)
     asked = tl.trans(_centred(_row(dcentre_ptr, 0, group, key, G, R, R), group, G) * per_size)
+    total = tl.zeros((TOKENS, KEYS), tl.float32)
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         token = first + tl.arange(0, TOKENS)
         dkeys = _load(dq_ptr, token, count, key, K, R) + _fine_dot(_inside(cell_ptr, token, count, group), asked, LOW)
         _store(dkeys_ptr, dkeys, token, count, key, K, R)
+        total += dkeys
+    sums_ptr += (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * R
+    tl.store(sums_ptr + key, tl.sum(total, 0), mask=key < R)
 
 
 # --- operators -------------------------------------------------------------------------------------------------------
@@ -511,27 +516,28 @@ def group_update(
 def group_adjoint(
     projected: Tensor, keys: Tensor, cell: Tensor, centre: Tensor, gate: Tensor | None, theta: Tensor | None, dupdate: Tensor,
     form: str, wants_update: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of keys, and of gate and theta (b, k), and the update once more; what there is not, or is not wanted, is
-    empty. The gradient of projected is written over dupdate."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of keys, of their bias (k r), of gate and theta (b, k), and the update once more; what there is not, or is
+    not wanted, is empty. The gradient of projected is written over dupdate."""
     told, (b, n, d) = MixtureForm.read(form), projected.shape
     sweeps, heads = _Sweeps("groups back", projected, keys, theta, told), told.num_heads
-    dkeys, proximal = torch.empty_like(keys), told.mode == "proximal"
+    proximal, row = told.mode == "proximal", 1 + 4 * d // heads
     dgate, dtheta = (centre.new_empty(b if there else 0, heads) for there in (gate is not None, proximal))
+    dkeys = torch.empty_like(keys)
     # the last kernel writes dkeys, and reads no membership
     pi = dkeys if told.key_dim == told.groups else keys.new_empty(b, n, heads * told.groups)
-    dq, update = torch.empty_like(keys, dtype=torch.float32), projected.new_empty(projected.shape if wants_update else 0)
-    row = 1 + 4 * d // heads
-    sums, dcentre = sweeps.room(centre, row), sweeps.room(centre, told.key_dim)
     both, strengths = sweeps.keys | sweeps.channels, {"GATED": gate is not None, **sweeps.strengths}
-    start = (projected, keys, dupdate, centre, pi)
+    start, sums = (projected, keys, dupdate, centre, pi), sweeps.room(centre, row)
     sweeps.launch(statistics_kernel, *start, sums, SHARPNESS=told.sharpness, ROW=row, BACKWARD=not proximal, **both)
     if proximal:
         given = (projected, pi, dupdate, _added(sums), sums, gate, theta)
         sweeps.launch(implicit_kernel, *given, ROW=row, **sweeps.channels, **strengths)
+    sums = _added(sums)  # their rows are let go before what is large is made
+    dq, update = torch.empty_like(keys, dtype=torch.float32), projected.new_empty(projected.shape if wants_update else 0)
+    dcentre, parts = sweeps.room(centre, told.key_dim), centre.new_empty(sweeps.rows, sweeps.cut.splits, told.key_dim)
     sweeps.launch(
-        pull_kernel, *start, _added(sums), gate, theta, dq, update, dcentre, dgate, dtheta,
+        pull_kernel, *start, sums, gate, theta, dq, update, dcentre, dgate, dtheta,
         SHARPNESS=told.sharpness, ROW=row, OWN=told.own, WANTED=wants_update, **both, **strengths,
     )  # fmt: skip
-    sweeps.launch(spread_kernel, dq, centre, _added(dcentre), cell, dkeys, **sweeps.keys)
-    return dkeys, dgate, dtheta, update
+    sweeps.launch(spread_kernel, dq, centre, _added(dcentre), cell, dkeys, parts, **sweeps.keys)
+    return dkeys, parts.view(b, heads, -1, told.key_dim).sum((0, 2)).flatten(), dgate, dtheta, update

@@ -16,7 +16,6 @@ from dmst import cells
 from dmst.kernels.casting import aligned, cast
 from dmst.kernels.fused import front
 from dmst.kernels.fused.gate import gate_adjoint
-from dmst.kernels.fused.launch import total
 from dmst.kernels.fused.mixture import group_adjoint, group_update
 from dmst.kernels.mixture import Grid, MixtureForm, MixtureWeights
 
@@ -57,8 +56,8 @@ def pull(
     """The update once more, no dscores, dpooled, dkeys, and gradients of weights; dS is written over `flow`."""
     projected, keys, centre, gate, pooled = kept
     given = (projected, keys, _cells(z, form, grid), centre, gate, _theta(weights), flow, form.text)
-    dkeys, dgate, dtheta, update = group_adjoint(*given, wants_update)
-    grads = {"key_bias": total(dkeys)} if wanted.key_bias else {}
+    dkeys, dbias, dgate, dtheta, update = group_adjoint(*given, wants_update)
+    grads = {"key_bias": dbias} if wanted.key_bias else {}
     if weights.theta is not None:
         grads["theta"] = dtheta.sum(0) if weights.theta.numel() > 1 else dtheta.sum()
     dpooled = None if pooled is None else gate_adjoint(dgate, pooled, z.shape[1], *form.gate_choice)
