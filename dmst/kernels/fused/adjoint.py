@@ -54,7 +54,7 @@ def adjoint_kernel(
     sample, split, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * GROUPS
     group, head, column, inside = group_block(GROUPS, WIDTH, PARTS, K, P, start)
     at, known, token = rows(start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
-    place, some, of = places(head, TOKENS, K)
+    place, some, nth = places(head, TOKENS, K)
     part, real, _ = places(group, TOKENS, K * PARTS)
     here = head < K
     gate = tl.load(gate_ptr + sample * K + head, mask=here, other=0.0)[:, None] if GATED else 1.0
@@ -84,7 +84,7 @@ def adjoint_kernel(
                 else:
                     q = by_group(read(grad_ptr + first * (K * P), at, known, token, left), GROUPS)
                     q *= by_group(read(s_ptr + first * (K * P), at, known, token, left), GROUPS)
-                pi = read(membership_ptr + (first + i * TOKENS) * K, place, some, of, left)
+                pi = read(membership_ptr + (first + i * TOKENS) * K, place, some, nth, left)
                 if MODE == PROXIMAL:
                     damp = 1.0 + rounded(pi * c)
                     q = q / (damp * damp)
@@ -124,9 +124,9 @@ def adjoint_kernel(
                 else:
                     grad = by_group(read(grad_ptr + first * (K * P), at, known, token, left), GROUPS)
                     s = by_group(read(s_ptr + first * (K * P), at, known, token, left), GROUPS)
-                pi = read(membership_ptr + (first + i * TOKENS) * K, place, some, of, left)
+                pi = read(membership_ptr + (first + i * TOKENS) * K, place, some, nth, left)
                 ds, dpi = _pull(grad, s, pi, c, m, mean, MODE, SIGMOID)
-                tl.store(dmembership_ptr + (first + i * TOKENS) * (K * PARTS) + part, dpi, mask=real & (of < left))
+                tl.store(dmembership_ptr + (first + i * TOKENS) * (K * PARTS) + part, dpi, mask=real & (nth < left))
                 write(grad_ptr + (first + i * TOKENS) * (K * P), ds, at, known, token, left)
                 if UPDATE:
                     write(update_ptr + (first + i * TOKENS) * (K * P), weigh(pi, c, MODE) * s, at, known, token, left)
@@ -141,8 +141,8 @@ def pull(
     grad: Tensor, projected: Tensor, membership: Tensor, moment: Tensor, gate: Tensor | None, divisor: Tensor,
     theta: Tensor | None, form: str, wants_bias: bool, wants_update: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dS over G; the gradients of scores (or membership) (b, n, k), gate (b, k) and theta (b, any), of the bias (b, splits, d);
-    and the update once more. What there is not, or is not wanted, is empty."""
+    """dS over G; the gradients of scores (or membership) (b, n, k), in parts those of gate and theta (b, k parts), of the bias
+    (b, splits, d); and the update once more. What there is not, or is not wanted, is empty."""
     told, (b, n, d) = Form.read(form), projected.shape
     k, p = told.num_heads, d // told.num_heads
     sweep = plan.sweep("adjoint", b, n, k, p, projected.dtype)
@@ -168,5 +168,5 @@ def pull(
         part = part.sum(1)
     sweeps(not split, True, part)
     if parts > 1:
-        dmembership, dgate = (x.unflatten(-1, (k, parts)).sum(-1) for x in (dmembership, dgate))
+        dmembership = dmembership.unflatten(-1, (k, parts)).sum(-1)
     return dmembership, dgate, dtheta, dbias, update

@@ -29,8 +29,8 @@ def energy_kernel(
     sample, start = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * TOKENS
     _, head, column, inside = group_block(HEADS, WIDTH, 1, K, P, 0)
     row = sample * n + start
-    place, some, of = places(head, TOKENS, K)
-    place, some = row * K + place, some & (of < n - start)
+    place, some, nth = places(head, TOKENS, K)
+    place, some = row * K + place, some & (nth < n - start)
     s = by_group(read(s_ptr + row * (K * P), *rows(0, TOKENS, HEADS, WIDTH, 1, K, P), n - start), HEADS)
     square = s * s
     if NORMALIZE:
@@ -54,7 +54,7 @@ def energy_adjoint_kernel(
     sample, split, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * GROUPS
     _, head, column, inside = group_block(GROUPS, WIDTH, PARTS, K, P, start)
     at, known, token = rows(start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
-    place, some, of = places(head, TOKENS, K)
+    place, some, nth = places(head, TOKENS, K)
     slope, mean = 2.0 * tl.load(temperature_ptr + head, mask=head < K, other=0.0).to(tl.float32)[:, None], 0.0
     if NORMALIZE:
         slope = slope / tl.load(channel_ptr + sample * (K * P) + column, mask=inside, other=1.0)
@@ -65,7 +65,7 @@ def energy_adjoint_kernel(
     s_ptr += row * (K * P)
     x_ptr += row * K
     for first in tl.range(0, count, TOKENS, num_stages=STAGES):
-        x = read(x_ptr + first * K, place, some, of, count - first)
+        x = read(x_ptr + first * K, place, some, nth, count - first)
         s = by_group(read(s_ptr + first * (K * P), at, known, token, count - first), GROUPS)
         ds = by_group(read(ds_ptr + first * (K * P), at, known, token, count - first), GROUPS) + s * slope[None] * (x - mean)
         write(ds_ptr + first * (K * P), ds, at, known, token, count - first)

@@ -79,10 +79,12 @@ def of_heads(x, heads):
 
 @triton.jit
 def gate_adjoint_kernel(
-    dgate_ptr, pooled_ptr, dpooled_ptr, n, scale: tl.constexpr, K: tl.constexpr, ALL: tl.constexpr, GATE: tl.constexpr,
+    dgate_ptr, pooled_ptr, dpooled_ptr, n, scale: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
-    sample, head = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
-    dgate = tl.load(dgate_ptr + sample * K + head, mask=head < K, other=0.0) * scale
+    sample, head, dgate = tl.program_id(0).to(tl.int64), tl.arange(0, ALL), tl.zeros((ALL,), tl.float32)
+    for part in tl.static_range(PARTS):
+        dgate += scale * tl.load(dgate_ptr + (sample * K + head) * PARTS + part, mask=head < K, other=0.0)
     pooled = tl.load(pooled_ptr + sample * K + head, mask=head < K, other=0.0)
     pulled = pull_back(dgate, pooled, head, K, GATE)
     tl.store(dpooled_ptr + sample * K + head, pulled / (n * 1.0), mask=head < K)
@@ -100,9 +102,8 @@ def sizes(sums: Tensor | None, gate: str, scale: float) -> tuple[Tensor | None, 
 
 @op()
 def gate_adjoint(dgate: Tensor, pooled: Tensor, n: int, gate: str, scale: float) -> Tensor:
-    """What each token's scores get of dgate, (b, k)."""
-    b, k = dgate.shape
-    dpooled = torch.empty_like(dgate)
-    constants = {"scale": scale, "K": k, "ALL": power_of_two(k), "GATE": GATES[gate]}
+    """What each token's scores get of dgate, (b, k); dgate may come in parts, (b, k parts)."""
+    (b, k), dpooled = pooled.shape, torch.empty_like(pooled)
+    constants = {"scale": scale, "K": k, "PARTS": dgate.shape[1] // k, "ALL": power_of_two(k), "GATE": GATES[gate]}
     launch(gate_adjoint_kernel, (b,), dgate, pooled, dpooled, n, **constants, num_warps=1)
     return dpooled

@@ -44,7 +44,7 @@ def moments_kernel(
     sample, split, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * GROUPS
     group, head, column, inside = group_block(GROUPS, WIDTH, PARTS, K, P, start)
     at, known, token = rows(start, TOKENS, GROUPS, WIDTH, PARTS, K, P)
-    place, some, of = places(head, TOKENS, K)
+    place, some, nth = places(head, TOKENS, K)
     row, count = sample * n + split * span, tl.minimum(span, n - split * span)
     s_ptr += row * (K * P)
     if UPDATE:
@@ -59,14 +59,14 @@ def moments_kernel(
         energy, mass = tl.zeros((TOKENS, GROUPS, WIDTH), tl.float32), tl.zeros((TOKENS, GROUPS, 1), tl.float32)
         for i in tl.static_range(HELD):
             held += (read(s_ptr + i * TOKENS * K * P, at, known, token, count - i * TOKENS),)
-            shares += (read(weight_ptr + i * TOKENS * K, place, some, of, count - i * TOKENS),)
+            shares += (read(weight_ptr + i * TOKENS * K, place, some, nth, count - i * TOKENS),)
         for i in tl.static_range(HELD):
             s = by_group(held[i], GROUPS)
             energy += s * s * shares[i]
             mass += shares[i]
         for first in tl.range(0, 0 if HELD else count, TOKENS, num_stages=STAGES):
             s = by_group(read(s_ptr + first * (K * P), at, known, token, count - first), GROUPS)
-            left = some & (of < count - first)
+            left = some & (nth < count - first)
             pi = left.to(tl.float32) if UNIFORM else tl.load(weight_ptr + first * K + place, mask=left, other=0.0)
             energy += s * s * pi
             mass += pi
@@ -96,7 +96,7 @@ def moments_kernel(
             write(update_ptr + i * TOKENS * K * P, update, at, known, token, count - i * TOKENS)
         for first in tl.range(0, 0 if HELD else count, TOKENS, num_stages=STAGES):
             s = by_group(read(s_ptr + first * (K * P), at, known, token, count - first), GROUPS)
-            pi = read(weight_ptr + first * K, place, some, of, count - first)
+            pi = read(weight_ptr + first * K, place, some, nth, count - first)
             write(update_ptr + first * (K * P), weigh(pi, c, MODE) * s, at, known, token, count - first)
 
 

@@ -25,14 +25,9 @@ def group_block(GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, 
 
 @triton.jit
 def rows(
-    first,
-    TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    K: tl.constexpr,
+    first, TOKENS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
     P: tl.constexpr,
-):
+):  # fmt: skip
     """Of a tensor (b, n, k p): where the channels of `first` and later groups lie, from the first token of a tile on (tokens,
     channels), which of them exist, and the tokens."""
     token, channel = tl.arange(0, TOKENS)[:, None], tl.arange(0, GROUPS * WIDTH)[None, :]
