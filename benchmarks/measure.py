@@ -71,8 +71,9 @@ def _turns(count: int) -> list[int]:
     return [i % SETS for i in reversed(range(count))]
 
 
-def _warm(step: Callable[[int], object], seconds: float = WARM_SECONDS) -> float:
+def _warm(step: Callable[[int], object], seconds: float | None = None) -> float:
     """Call until warm; returns the milliseconds of the last call."""
+    seconds = WARM_SECONDS if seconds is None else seconds
     begun, calls, taken = time.perf_counter(), 0, 0.0
     while calls < WARM_CALLS or time.perf_counter() - begun < seconds:
         start = time.perf_counter()
@@ -175,23 +176,28 @@ def share_device(path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_SH)
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Inside, the others wait; afterwards this one waits until all have timed, since what follows are checks. Memory that is
-    not in use is given back first."""
-    if not _shared:
-        yield
-        return
-    work, todo = _shared
+def _let_go() -> None:
+    """Memory that is not in use goes back to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, the others wait; afterwards this one waits until all have timed, since what follows are checks."""
+    if not _shared:
+        yield
+        return
+    work, todo = _shared
+    _let_go()
     fcntl.flock(work, fcntl.LOCK_UN)  # else two that wait for each other's share would wait for ever
     fcntl.flock(work, fcntl.LOCK_EX)
     try:
         yield
     finally:
+        _let_go()
         for file, how in ((work, fcntl.LOCK_UN), (todo, fcntl.LOCK_EX), (todo, fcntl.LOCK_UN), (work, fcntl.LOCK_SH)):
             fcntl.flock(file, how)
 

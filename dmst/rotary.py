@@ -110,7 +110,7 @@ _KEPT = 64
 def cached(compute: Callable[..., Any], *key: Any) -> Any:
     """compute(*key), kept for the next call. The key ends with device and dtype. Nobody may write into what is kept."""
     device = key[-2]
-    if tracing.traced() or tracing.dispatched():
+    if tracing.traced() or tracing.dispatched() or tracing.transformed():  # what a transform computes is of its own level
         return compute(*key)
     found = _TABLES.get((compute, *key))
     if found is None and tracing.recorded(device):  # it has no values yet: not for others

@@ -71,8 +71,8 @@ class PaddedConv(nn.Conv2d):
         if bias is not None:
             made = F.linear(patches, matrix, bias)
         else:  # image by image: the gradient of the weight is a sum over millions of patches, and cut so it fills the device
-            made = patches.flatten(1, 2) @ matrix.mT.expand(len(patches), -1, -1)
-        return rearrange(made.view(*patches.shape[:3], len(matrix)), "b h w d -> b d h w")
+            made = patches.flatten(1, 2) @ matrix.mT.expand(patches.shape[0], -1, -1)
+        return rearrange(made.view(*patches.shape[:3], matrix.shape[0]), "b h w d -> b d h w")
 
 
 def _pad(x: Tensor, channels: int) -> Tensor:

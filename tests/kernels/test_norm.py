@@ -56,6 +56,13 @@ def test_gradients_of_the_residual_are_added_to_those_of_the_norm() -> None:
     assert torch.equal(torch.autograd.grad(normed(norm, z)[1], z, more)[0], more)  # without autocast
 
 
+def test_nothing_is_divided_by_nothing_beyond_the_last_token() -> None:
+    norm, z = made(16), torch.randn(5, 16, device=DEVICE, requires_grad=True)
+    norm.eps = 0.0
+    narrow(norm, z).sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (z, norm.weight, norm.bias))
+
+
 def test_a_broken_token_breaks_itself_alone() -> None:
     norm, z = made(40), torch.randn(2, 9, 40, device=DEVICE)
     right = narrow(norm, z)

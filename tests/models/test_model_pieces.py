@@ -57,6 +57,20 @@ def test_fourier_positions(grid: tuple[int, int], prefix: int) -> None:
             torch.testing.assert_close(added[:, prefix + r * columns + c], wanted.expand(2, -1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
+def test_positions_of_one_transform_do_not_reach_another() -> None:
+    """The table of a grid is kept for the next call, but not what a transform computed: that ends with it."""
+    position, z = FourierPosition(config(), dtype=F64), torch.randn(1, 14, 24, dtype=F64)
+
+    def loss(bias: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(position, {"projection.bias": bias}, (z, (2, 7))).square().sum()
+
+    bias = torch.randn(24, dtype=F64)
+    second, first = torch.func.hessian(loss)(bias), torch.func.grad(loss)(bias)
+    torch.testing.assert_close(second, 2 * 14 * torch.eye(24, dtype=F64))
+    assert first.isfinite().all()
+
+
 @pytest.mark.parametrize("readout", ["token", "class_attention"])
 def test_learned_positions(readout: str) -> None:
     position = LearnedPosition(config(readout=readout), dtype=F64)

@@ -193,3 +193,14 @@ def test_transforms_there(there: None, name: str) -> None:
     wanted.tanh().sum().backward()
     assert all(relative(each[key].sum(0), p.grad) < 1e-12 for key, p in stem.named_parameters())
     assert torch.equal(stem._replicate_for_data_parallel()(x), wanted)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
+@pytest.mark.parametrize("how", ["trace", "export"])
+def test_a_graph_serves_other_batches_there(there: None, how: str) -> None:
+    stem, x, more = build(("dmst_tiny", {})).stem.eval(), images(batch=2), images(batch=3)
+    if how == "trace":
+        graph = torch.jit.trace(stem, x)
+    else:
+        graph = torch.export.export(stem, (x,), dynamic_shapes=({0: torch.export.Dim("b")},)).module()
+    assert relative(graph(more), stem(more)) < 1e-12

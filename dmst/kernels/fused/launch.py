@@ -24,6 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dmst import rotary, tracing
 from dmst.errors import DmstError
 from dmst.kernels.choice import interpreted
+from dmst.kernels.plan import power_of_two
 
 PLAIN = {Tensor, torch.nn.Parameter, list, bool, int, float, str, torch.dtype, type(None)}  # a subclass may have no memory
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -83,7 +84,9 @@ def total(x: Tensor) -> Tensor:
     rows = x.flatten(0, -2)
     if x.dtype != torch.bfloat16:
         return rows.sum(0, dtype=torch.float32)
-    return torch.mm(rotary.cached(_ones, rows.shape[0], x.device, x.dtype), rows).squeeze(0)
+    count = rows.shape[0]
+    kept = rotary.cached(_ones, count if tracing.traced() else power_of_two(count), x.device, x.dtype)  # few lengths
+    return torch.mm(kept[:, :count], rows).squeeze(0)
 
 
 def _ones(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:

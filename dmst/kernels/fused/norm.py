@@ -30,7 +30,7 @@ def _normal(z_ptr, at, real, D: tl.constexpr, eps: tl.constexpr):
     z = tl.load(z_ptr + at, mask=real, other=0.0)
     z = tl.where(real, z - tl.sum(z, 1)[:, None] / D, 0.0)
     scale = tl.rsqrt(tl.sum(z * z, 1)[:, None] / D + eps)
-    return z * scale, scale
+    return tl.where(real, z * scale, 0.0), scale
 
 
 @triton.jit
