@@ -45,11 +45,10 @@ class Block(nn.Module):
 
     def attend(self, z: Tensor, grid: Grid = None) -> Tensor:
         """The first line: operator and residual."""
-        operator, residual = self.operator, self.residual
         tokens, z = normed(self.norm, z)
-        if isinstance(operator, Unrolled) and residual.folds(tokens, operator, operator.out):
-            return residual(z, operator(tokens, grid=grid, scale=residual.scale), scaled=True)
-        return residual(z, operator(tokens, grid=grid))
+        if isinstance(self.operator, Unrolled) and self.residual.folds(tokens, self.operator, self.operator.out):
+            return self.residual(z, self.operator(tokens, grid=grid, scale=self.residual.scale), scaled=True)
+        return self.residual(z, self.operator(tokens, grid=grid))
 
     def trace(self, z: Tensor, grid: Grid = None) -> LayerTrace:
         """The same two lines, with what the operator computed beside them."""

@@ -88,11 +88,10 @@ class MlpStep(nn.Module):
         self.residual = Residual(config.dim, config.layer_scale, config.drop_path_rate, **factory)
 
     def forward(self, z: Tensor, grid: Grid = None) -> Tensor:
-        mlp, residual = self.mlp, self.residual
         tokens, z = normed(self.norm, z)
-        if residual.folds(tokens, mlp, mlp.fc2):
-            return residual(z, mlp(tokens, grid, residual.scale), scaled=True)
-        return residual(z, mlp(tokens, grid))
+        if self.residual.folds(tokens, self.mlp, self.mlp.fc2):
+            return self.residual(z, self.mlp(tokens, grid, self.residual.scale), scaled=True)
+        return self.residual(z, self.mlp(tokens, grid))
 
 
 class LocalStep(MlpStep):
