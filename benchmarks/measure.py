@@ -171,6 +171,7 @@ _shared: list[Any] = []  # two files: who holds the first works, who holds the s
 
 def share_device(path: Path) -> None:
     """From here on this process works only while no other one is `alone`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     _shared.extend(each.open("a") for each in (path, path.with_suffix(".todo")))
     for file in _shared:
         fcntl.flock(file, fcntl.LOCK_SH)

@@ -1,7 +1,6 @@
 """Time and memory of one layer, beside the others. Device: CUDA if there is one, else the CPU.
 
     python benchmarks/operators.py [--shapes 256x197 64x1024] [--only dmsa floor] [--modes graph eager compiled] [--json FILE]
-                                   [--backends fused torch]
 
     floor             the two projections alone, out(subspace(z)): the least that a layer of this kind can cost
     sdpa_p48, _p64    softmax attention by PyTorch's kernel, heads of 48 and of 64 channels
@@ -144,7 +143,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(LAYERS), choices=list(LAYERS), metavar="LAYER")
     parser.add_argument("--modes", nargs="+", default=MODES[device.type], choices=["graph", "eager", "compiled"])
     parser.add_argument("--dtype", default="bfloat16" if device.type == "cuda" else "float32", choices=list(measure.DTYPES))
-    parser.add_argument("--backends", nargs="+", default=["fused", "auto", "reference", "torch"], metavar="BACKEND")
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--heads", type=int, default=8)
     ask = parser.parse_args()
@@ -155,7 +153,7 @@ def main() -> None:
     ]
     for mode, shape, what, backend in tasks:
         width = LAYERS[what].width
-        if rows.late() or backend not in ask.backends or (width and ask.dim % width):
+        if rows.late() or (width and ask.dim % width):
             continue
         b, n = map(int, shape.split("x"))
         row = {"what": what, "backend": backend, "mode": mode, "B": b, "N": n, "dim": ask.dim, "dtype": ask.dtype}

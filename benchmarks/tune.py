@@ -42,8 +42,8 @@ CANDIDATES = {
     "settle held": candidates((8, 16, 32), (64, 128), (0,), (2, 4, 8), (1,)),
     "adjoint": candidates((8, 16, 32), (128, 256, 512), (0,), (2, 4, 8), (1, 2)),
     "adjoint held": candidates((8, 16, 32), (64, 128), (0,), (2, 4, 8), (1,)),
-    "groups": candidates((16, 32, 64), (0, 64), (0,), (1, 2, 4), (1, 2, 3)),  # channels: of heads that are padded, in one piece
-    "groups back": candidates((16, 32, 64), (0, 64), (0,), (1, 2, 4), (1, 2)),
+    "groups": candidates((16, 32, 64), (0,), (0,), (1, 2, 4), (1, 2, 3)),
+    "groups back": candidates((16, 32, 64), (0,), (0,), (1, 2, 4), (1, 2)),
     "norm": candidates((1, 2, 4, 8, 16), (512,), (0,), (1, 2, 4, 8), (1,)),
 }
 

@@ -159,12 +159,10 @@ def sweep(kernel: str, b: int, n: int, k: int, p: int, dtype: torch.dtype) -> Sw
     return Sweep(block, blocks, *_split(b * blocks, n, tokens, tile.warps), tile.warps, tile.stages)
 
 
-def pieces_of(p: int, least: int = 8, padded: int = 0) -> tuple[int, int]:
-    """Channels of a piece, a power of two, and pieces of a head: 48 is 3 x 16. What cannot be cut so is one piece, padded, and
-    so is a head of up to `padded` channels."""
+def pieces_of(p: int, least: int = 8) -> tuple[int, int]:
+    """Channels of a piece, a power of two, and pieces of a head: 48 is 3 x 16. What cannot be cut so is one piece, padded."""
     width = p & -p
-    cut = width >= least and p // width <= 7 and power_of_two(p) > padded
-    return (width, p // width) if cut else (max(least, power_of_two(p)), 1)
+    return (width, p // width) if width >= least and p // width <= 7 else (max(least, power_of_two(p)), 1)
 
 
 class Share(NamedTuple):

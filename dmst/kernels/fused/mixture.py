@@ -460,7 +460,7 @@ class _Sweeps:
         self.n, self.groups, self.rows = n, groups, b * heads
         self.cut = plan.groups(kernel, self.rows, n, d, d // heads, groups, projected.dtype)
         low = 0 if interpreted() else _PRODUCTS[projected.dtype]  # the interpreter's products of bfloat16 are wrong
-        width, pieces = plan.pieces_of(d // heads, 16, plan.cut(kernel, d, projected.dtype).channels)
+        width, pieces = plan.pieces_of(d // heads, 16)
         common = {"K": heads, "G": groups, "LOW": low, "GROUPS": _padded(groups)}
         self.keys = {**common, "R": form.key_dim, "KEYS": _padded(form.key_dim)}
         self.channels = {**common, "P": d // heads, "WIDTH": width, "PIECES": pieces}
